@@ -1,0 +1,1 @@
+//! Exact GPU top-k and top-p for Candle.
