@@ -1,1 +1,54 @@
-fn main() {}
+//! Compiles the CUDA kernels to PTX for the feature `cuda`.
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=kernels");
+    println!("cargo::rerun-if-env-changed=DOCS_RS");
+    // docs.rs has no nvcc.
+    #[cfg(feature = "cuda")]
+    if std::env::var_os("DOCS_RS").is_none() {
+        if let Err(error) = kernels::build() {
+            eprintln!("candle-topk: the CUDA kernels were not built: {error}");
+            std::process::exit(1);
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod kernels {
+    use cudaforge::KernelBuilder;
+    use std::path::Path;
+
+    /// The least compute capability that the kernels are written for. Their PTX is compiled for it
+    /// whatever the device, which the driver finishes for any later one.
+    const FORM: usize = 80;
+
+    pub fn build() -> Result<(), Box<dyn std::error::Error>> {
+        let arch = cudaforge::detect_compute_cap()?;
+        if arch.base() < FORM {
+            return Err(format!(
+                "compute capability {} is asked for (CUDA_COMPUTE_CAP or the local GPU), 8.0 or later is needed",
+                arch.base() as f64 / 10.0
+            )
+            .into());
+        }
+        let headers: Vec<_> = ["kernels/common", "kernels/sampling"]
+            .iter()
+            .flat_map(|folder| std::fs::read_dir(folder).into_iter().flatten().flatten())
+            .map(|entry| entry.path())
+            .filter(|path| path.extension().is_some_and(|e| e == "cuh"))
+            .collect();
+        let ptx = KernelBuilder::new()
+            .source_glob("kernels/sampling/*.cu")
+            .watch(headers)
+            .with_compute_override("*.cu", FORM)
+            .arg("-O3")
+            .arg("-std=c++17")
+            // The CPU repeats the same operations, one rounding each.
+            .arg("-fmad=false")
+            .build_ptx()?;
+        let out = std::env::var("OUT_DIR")?;
+        ptx.write(Path::new(&out).join("sampling_ptx.rs"))?;
+        Ok(())
+    }
+}

@@ -1,1 +1,31 @@
-//! Exact GPU top-k and top-p for Candle.
+//! Exact top-k and top-p for [Candle](https://github.com/huggingface/candle), on the GPU.
+//!
+//! Candle's own sampler copies every logit to the CPU and sorts. This crate truncates and draws
+//! where the logits are, exactly and deterministically. Change one import:
+//!
+//! ```diff
+//! - use candle_transformers::generation::LogitsProcessor;
+//! + use candle_topk::LogitsProcessor;
+//! ```
+//!
+//! [`sampling`] has the ops beneath it, for a batch with its own parameters for each row: the
+//! masked logits, the candidate set, the token.
+//!
+//! # Features
+//!
+//! | feature | what it adds |
+//! |---|---|
+//! | `cuda` | the CUDA backend; needs nvcc and a device of compute capability 8.0 or later |
+//!
+//! Without a feature the whole API is there and works on the CPU.
+
+#![deny(missing_docs)]
+#![warn(clippy::undocumented_unsafe_blocks)]
+
+#[cfg(feature = "cuda")]
+pub mod cuda;
+mod order;
+pub mod sampling;
+
+pub use candle_transformers::generation::Sampling;
+pub use sampling::{apply_repeat_penalty, LogitsProcessor};

@@ -1,0 +1,99 @@
+// One row of logits, read by 16-byte vectors wherever it starts.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// The dtype's own -inf and NaN, by their bits.
+template <class T>
+__device__ __forceinline__ T from_bits(unsigned bits);
+template <>
+__device__ __forceinline__ float from_bits(unsigned bits) { return __uint_as_float(bits); }
+template <>
+__device__ __forceinline__ __half from_bits(unsigned bits) {
+  return __ushort_as_half((unsigned short)bits);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_bits(unsigned bits) {
+  return __ushort_as_bfloat16((unsigned short)bits);
+}
+
+template <class T> struct Bits;
+template <> struct Bits<float> {
+  static constexpr unsigned kNegInfinity = 0xff800000u, kNan = 0x7fc00000u;
+};
+template <> struct Bits<__half> { static constexpr unsigned kNegInfinity = 0xfc00u, kNan = 0x7e00u; };
+template <> struct Bits<__nv_bfloat16> {
+  static constexpr unsigned kNegInfinity = 0xff80u, kNan = 0x7fc0u;
+};
+
+template <class T>
+struct alignas(16) Vector {
+  static constexpr int kWidth = 16 / sizeof(T);
+  T at[kWidth];
+};
+
+// Vectors are aligned, so the first and the last may stick out of the row. `shift` is how many
+// elements the first begins before it.
+template <class T>
+struct Row {
+  static constexpr int kWidth = Vector<T>::kWidth;
+  const T* data;
+  int size;
+  int shift;
+
+  __device__ Row(const T* data, int size)
+      : data(data), size(size), shift((int)((size_t)data % 16 / sizeof(T))) {}
+
+  // At least 1. A vocabulary leaves room for a vector beyond it in an int.
+  __device__ __forceinline__ int vectors() const { return (shift + size + kWidth - 1) / kWidth; }
+
+  // Position of the first element of vector j; below 0 where it sticks out.
+  __device__ __forceinline__ int first(int j) const { return j * kWidth - shift; }
+
+  // Vector j; NaN outside the row.
+  __device__ __forceinline__ Vector<T> load(int j) const {
+    const int at = first(j);
+    if (at >= 0 && at + kWidth <= size) {
+      const uint4 raw = *reinterpret_cast<const uint4*>(data + at);
+      Vector<T> v;
+      memcpy(&v, &raw, sizeof(v));
+      return v;
+    }
+    Vector<T> v;
+#pragma unroll
+    for (int w = 0; w < kWidth; w++) {
+      const int i = at + w;
+      v.at[w] = i >= 0 && i < size ? data[i] : from_bits<T>(Bits<T>::kNan);
+    }
+    return v;
+  }
+
+  // f(logit, position) for every element once, and with NaN for the few positions outside that the
+  // outer vectors hold. Four loads are in flight in each thread.
+  template <class F>
+  __device__ __forceinline__ void for_each(F f) const {
+    constexpr int kDepth = 4;
+    const int n = vectors();
+    for (int base = threadIdx.x; base < n; base += kDepth * blockDim.x) {
+      Vector<T> v[kDepth];
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
+        const int j = base + d * blockDim.x;
+        if (j < n) v[d] = load(j);
+      }
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
+        const int j = base + d * blockDim.x;
+        if (j < n) {
+#pragma unroll
+          for (int w = 0; w < kWidth; w++) f(widen(v[d].at[w]), first(j) + w);
+        }
+      }
+    }
+  }
+};

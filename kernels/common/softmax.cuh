@@ -1,0 +1,90 @@
+// Softmax weights and their exact sums: src/sampling/softmax.rs on the device, operation for
+// operation, so that both backends see the same bits. Compiled without fused multiply-add.
+#pragma once
+
+#include <math_constants.h>
+
+typedef unsigned long long u64;
+
+// A sum of weights in units of 2^-62: an integer, so that its order does not show.
+struct Mass {
+  u64 low, high;
+};
+
+__device__ __forceinline__ Mass operator+(Mass a, Mass b) {
+  const u64 low = a.low + b.low;
+  return {low, a.high + b.high + (low < a.low)};
+}
+
+__device__ __forceinline__ Mass operator-(Mass a, Mass b) {
+  return {a.low - b.low, a.high - b.high - (a.low < b.low)};
+}
+
+__device__ __forceinline__ bool operator<(Mass a, Mass b) {
+  return a.high != b.high ? a.high < b.high : a.low < b.low;
+}
+
+__device__ __forceinline__ Mass times(u64 weight, u64 count) {
+  return {weight * count, __umul64hi(weight, count)};
+}
+
+constexpr double kTwo64 = 18446744073709551616.0;
+
+__device__ __forceinline__ double raw_double(Mass m) {
+  return __ull2double_rn(m.high) * kTwo64 + __ull2double_rn(m.low);
+}
+
+// The least mass that is not below p times `total`.
+__device__ __forceinline__ Mass nucleus(float p, Mass total) {
+  const double target = ceil((double)p * raw_double(total));
+  const double high = floor(target / kTwo64);
+  return {(u64)(target - high * kTwo64), (u64)high};
+}
+
+// floor(total * draw / 2^64).
+__device__ __forceinline__ Mass inverted(Mass total, u64 draw) {
+  return times(total.high, draw) + Mass{__umul64hi(total.low, draw), 0};
+}
+
+struct Softmax {
+  float max, temperature;
+
+  __device__ Softmax(float max, float temperature)
+      : max(max), temperature(max == CUDART_INF_F ? 1.0f : temperature) {}
+
+  // (x - max) / T, at most 0; for what is above -inf.
+  __device__ __forceinline__ float exponent(float x) const {
+    const float z = fmaxf(x - max, -CUDART_MAX_NORMAL_F) / temperature;
+    return x == max ? 0.0f : z;
+  }
+
+  __device__ __forceinline__ float weight(float x) const {
+    const float z = exponent(x);
+    if (!(x > -CUDART_INF_F) || !(z >= -43.0f)) return 0.0f;
+    const float round = 12582912.0f;
+    const float shifted = z * 1.44269504088896340736f + round;
+    const float n = shifted - round;
+    float r = z - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 0.5f;
+    const float e = p * (r * r) + r + 1.0f;
+    const int bias = __float_as_int(shifted) - __float_as_int(round);
+    return e * __uint_as_float((unsigned)(bias + 127) << 23);
+  }
+
+  // The weight in units of 2^-62, rounded down.
+  __device__ __forceinline__ u64 mass(float x) const {
+    return __float2ull_rz(weight(x) * 4611686018427387904.0f);
+  }
+
+  // The log-probability of a logit in a set whose mass has this logarithm.
+  __device__ __forceinline__ float log_weight(float x, double log_mass) const {
+    if (max == CUDART_INF_F && x != max) return -CUDART_INF_F;
+    return (float)((double)exponent(x) - log_mass);
+  }
+};

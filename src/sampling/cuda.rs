@@ -1,0 +1,425 @@
+//! The CUDA backend: launches of `kernels/sampling`, one block a row.
+
+use super::cpu::Drawn;
+use super::sample::DrawOperand;
+use super::truncation::{Operand, Rows, Truncation};
+use crate::cuda::{Kernel, CANDIDATES, MASK, REPEAT_PENALTY, SAMPLE};
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
+    SyncOnDrop,
+};
+use candle_core::cuda_backend::{CudaDType, CudaStorageSlice, WrapErr};
+use candle_core::{bail, CudaDevice, CudaStorage, DType, Layout, Result, Shape, Storage, Tensor};
+use half::{bf16, f16};
+
+/// Threads of a block: `kThreads` in `kernels/common/block.cuh`.
+const THREADS: u32 = 1024;
+/// `sizeof(Shared)` in `kernels/sampling/truncate.cuh`.
+const SHARED_BYTES: u32 = 64 * 1024;
+
+/// `Request` in `kernels/sampling/truncate.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Request {
+    logits: u64,
+    row_stride: i64,
+    params: u64,
+    params_row: i64,
+    params_column: i64,
+    scalars: [f32; 4],
+    vocab: i32,
+    joint: i32,
+}
+
+// SAFETY: plain old data, laid out as the kernels' struct of the same name.
+unsafe impl DeviceRepr for Request {}
+
+/// `DrawSource` in `kernels/sampling/sample.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct DrawSource {
+    counters: u64,
+    counters_row: i64,
+    counters_column: i64,
+    bits: u64,
+    bits_row: i64,
+    one: u64,
+}
+
+// SAFETY: plain old data, laid out as the kernels' struct of the same name.
+unsafe impl DeviceRepr for DrawSource {}
+
+/// Device addresses in use by a launch: the guards keep them valid, and ordered among streams,
+/// until the launch is enqueued.
+struct Addresses<'a> {
+    stream: &'a CudaStream,
+    guards: Vec<SyncOnDrop<'a>>,
+}
+
+impl<'a> Addresses<'a> {
+    fn new(stream: &'a CudaStream) -> Self {
+        Self {
+            stream,
+            guards: Vec::with_capacity(4),
+        }
+    }
+
+    fn of<T>(&mut self, slice: &'a CudaSlice<T>, offset: usize) -> u64 {
+        let (address, guard) = slice.device_ptr(self.stream);
+        self.guards.push(guard);
+        address + (offset * size_of::<T>()) as u64
+    }
+
+    fn of_logits(&mut self, storage: &'a CudaStorage, offset: usize) -> Result<u64> {
+        Ok(match &storage.slice {
+            CudaStorageSlice::F32(slice) => self.of(slice, offset),
+            CudaStorageSlice::F16(slice) => self.of(slice, offset),
+            CudaStorageSlice::BF16(slice) => self.of(slice, offset),
+            _ => bail!(
+                "logits are {:?}, F32, F16 or BF16 is needed",
+                storage.dtype()
+            ),
+        })
+    }
+
+    fn request(
+        &mut self,
+        storage: &'a CudaStorage,
+        rows: &Rows,
+        operand: &Operand<'a, CudaStorage>,
+    ) -> Result<Request> {
+        let logits = self.of_logits(storage, rows.start)?;
+        self.request_at(logits, rows, operand)
+    }
+
+    fn request_at(
+        &mut self,
+        logits: u64,
+        rows: &Rows,
+        operand: &Operand<'a, CudaStorage>,
+    ) -> Result<Request> {
+        let (params, params_row, params_column) = match operand.rows {
+            None => (0, 0, 0),
+            Some((params, layout)) => {
+                let address = self.of(params.as_cuda_slice::<f32>()?, layout.start_offset());
+                let (row, column) = row_and_column(layout);
+                (address, row, column)
+            }
+        };
+        Ok(Request {
+            logits,
+            row_stride: rows.stride as i64,
+            params,
+            params_row,
+            params_column,
+            scalars: operand.scalars,
+            vocab: rows.vocab as i32,
+            joint: (operand.mass == super::Mass::Joint) as i32,
+        })
+    }
+
+    fn draws(&mut self, draws: &DrawOperand<'a, CudaStorage>) -> Result<DrawSource> {
+        Ok(match draws {
+            DrawOperand::One(draw) => DrawSource {
+                one: draw.bits(),
+                ..DrawSource::default()
+            },
+            DrawOperand::Rows(storage, layout) if storage.dtype() == DType::I64 => {
+                let (counters_row, counters_column) = row_and_column(layout);
+                DrawSource {
+                    counters: self.of(storage.as_cuda_slice::<i64>()?, layout.start_offset()),
+                    counters_row,
+                    counters_column,
+                    ..DrawSource::default()
+                }
+            }
+            DrawOperand::Rows(storage, layout) => DrawSource {
+                bits: self.of(storage.as_cuda_slice::<u32>()?, layout.start_offset()),
+                bits_row: layout.stride().first().copied().unwrap_or(0) as i64,
+                ..DrawSource::default()
+            },
+        })
+    }
+}
+
+/// The strides of a `[B, n]` operand, or of `[n]` for a single row.
+fn row_and_column(layout: &Layout) -> (i64, i64) {
+    match layout.stride() {
+        [row, column] => (*row as i64, *column as i64),
+        [column] => (0, *column as i64),
+        _ => unreachable!("operands of other ranks are refused before"),
+    }
+}
+
+fn one_block_a_row(rows: &Rows) -> LaunchConfig {
+    LaunchConfig {
+        grid_dim: (rows.batch as u32, 1, 1),
+        block_dim: (THREADS, 1, 1),
+        shared_mem_bytes: SHARED_BYTES,
+    }
+}
+
+/// The name of an op's kernel for these logits.
+fn kernel_name(op: &str, dtype: DType) -> String {
+    format!("{op}_{}", dtype.as_str())
+}
+
+pub(super) fn mask(
+    storage: &CudaStorage,
+    rows: &Rows,
+    operand: Operand<CudaStorage>,
+) -> Result<CudaStorage> {
+    fn run<T: CudaDType + DeviceRepr>(
+        storage: &CudaStorage,
+        rows: &Rows,
+        operand: Operand<CudaStorage>,
+    ) -> Result<CudaStorage> {
+        let device = storage.device();
+        // SAFETY: the kernel writes every element.
+        let mut out = unsafe { device.alloc::<T>(rows.batch * rows.vocab)? };
+        if rows.batch > 0 {
+            let name = kernel_name("mask", storage.dtype());
+            let Kernel { function, stream } = MASK.kernel(device, &name, SHARED_BYTES)?;
+            let mut addresses = Addresses::new(&stream);
+            let request = addresses.request(storage, rows, &operand)?;
+            let stride = rows.vocab as i64;
+            let mut launch = stream.launch_builder(&function);
+            launch.arg(&request).arg(&mut out).arg(&stride);
+            // SAFETY: `Rows` has checked that every row lies in the logits, `Operand` that every
+            // packed row does, and `out` holds a dense row for each block.
+            unsafe { launch.launch(one_block_a_row(rows)) }.w()?;
+        }
+        Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
+    }
+    match storage.dtype() {
+        DType::F16 => run::<f16>(storage, rows, operand),
+        DType::BF16 => run::<bf16>(storage, rows, operand),
+        _ => run::<f32>(storage, rows, operand),
+    }
+}
+
+pub(super) fn mask_in_place(
+    storage: &mut CudaStorage,
+    rows: &Rows,
+    operand: Operand<CudaStorage>,
+) -> Result<()> {
+    if rows.batch == 0 {
+        return Ok(());
+    }
+    let name = kernel_name("mask", storage.dtype());
+    let Kernel { function, stream } = MASK.kernel(&storage.device, &name, SHARED_BYTES)?;
+    let dtype = storage.dtype();
+    let (address, _guard) = match &mut storage.slice {
+        CudaStorageSlice::F32(slice) => slice.device_ptr_mut(&stream),
+        CudaStorageSlice::F16(slice) => slice.device_ptr_mut(&stream),
+        CudaStorageSlice::BF16(slice) => slice.device_ptr_mut(&stream),
+        _ => bail!("mask: logits are {dtype:?}, F32, F16 or BF16 is needed"),
+    };
+    let logits = address + (rows.start * dtype.size_in_bytes()) as u64;
+    let mut addresses = Addresses::new(&stream);
+    let request = addresses.request_at(logits, rows, &operand)?;
+    let stride = rows.stride as i64;
+    let mut launch = stream.launch_builder(&function);
+    launch.arg(&request).arg(&logits).arg(&stride);
+    // SAFETY: as in `mask`; the rows are disjoint, and a block writes its row only after all of its
+    // threads have read what they decide by.
+    unsafe { launch.launch(one_block_a_row(rows)) }.w()?;
+    Ok(())
+}
+
+pub(super) fn candidates(
+    storage: &CudaStorage,
+    rows: &Rows,
+    operand: Operand<CudaStorage>,
+    capacity: usize,
+) -> Result<(CudaStorage, CudaStorage, CudaStorage)> {
+    let device = storage.device();
+    // SAFETY: the kernel writes every element of all three.
+    let (mut ids, mut log_probs, mut counts) = unsafe {
+        (
+            device.alloc::<u32>(rows.batch * capacity)?,
+            device.alloc::<f32>(rows.batch * capacity)?,
+            device.alloc::<u32>(rows.batch)?,
+        )
+    };
+    if rows.batch > 0 {
+        let name = kernel_name("candidates", storage.dtype());
+        let Kernel { function, stream } = CANDIDATES.kernel(device, &name, SHARED_BYTES)?;
+        let mut addresses = Addresses::new(&stream);
+        let request = addresses.request(storage, rows, &operand)?;
+        let capacity = capacity as i64;
+        let mut launch = stream.launch_builder(&function);
+        launch.arg(&request).arg(&mut ids).arg(&mut log_probs);
+        launch.arg(&mut counts).arg(&capacity);
+        // SAFETY: as in `mask`; each block writes `capacity` ids and log-probabilities and one
+        // count.
+        unsafe { launch.launch(one_block_a_row(rows)) }.w()?;
+    }
+    Ok((
+        CudaStorage::wrap_cuda_slice(ids, device.clone()),
+        CudaStorage::wrap_cuda_slice(log_probs, device.clone()),
+        CudaStorage::wrap_cuda_slice(counts, device.clone()),
+    ))
+}
+
+/// Bits of a row's note, which are those of `refused` too.
+const NAN: u32 = 1;
+const INFINITY: u32 = 2;
+
+/// Launches `sample` into `out`: the tokens, and the notes behind them where `noted`.
+fn launch_sample(
+    storage: &CudaStorage,
+    rows: &Rows,
+    operand: &Operand<CudaStorage>,
+    draws: &DrawOperand<CudaStorage>,
+    out: &mut CudaSlice<u32>,
+    noted: bool,
+    refused: u32,
+) -> Result<()> {
+    if rows.batch == 0 {
+        return Ok(());
+    }
+    let name = kernel_name("sample", storage.dtype());
+    let Kernel { function, stream } = SAMPLE.kernel(storage.device(), &name, SHARED_BYTES)?;
+    let mut addresses = Addresses::new(&stream);
+    let request = addresses.request(storage, rows, operand)?;
+    let draws = addresses.draws(draws)?;
+    let (tokens, _guard) = out.device_ptr_mut(&stream);
+    let notes = if noted {
+        tokens + (rows.batch * size_of::<u32>()) as u64
+    } else {
+        0
+    };
+    let mut launch = stream.launch_builder(&function);
+    launch
+        .arg(&request)
+        .arg(&draws)
+        .arg(&tokens)
+        .arg(&notes)
+        .arg(&refused);
+    // SAFETY: as in `mask`; `DrawOperand` has checked that there is a draw for every row, and `out`
+    // holds a token, and where noted a note, for each block.
+    unsafe { launch.launch(one_block_a_row(rows)) }.w()?;
+    Ok(())
+}
+
+pub(super) fn sample(
+    storage: &CudaStorage,
+    rows: &Rows,
+    operand: Operand<CudaStorage>,
+    draws: DrawOperand<CudaStorage>,
+) -> Result<CudaStorage> {
+    let device = storage.device();
+    // SAFETY: the kernel writes every token.
+    let mut tokens = unsafe { device.alloc::<u32>(rows.batch)? };
+    launch_sample(storage, rows, &operand, &draws, &mut tokens, false, 0)?;
+    Ok(CudaStorage::wrap_cuda_slice(tokens, device.clone()))
+}
+
+/// Draws from the processor's own bits. A single row's go along with the launch; a batch's are
+/// uploaded.
+fn with_bits<R>(
+    device: &CudaDevice,
+    draws: &[u32],
+    f: impl FnOnce(&DrawOperand<CudaStorage>) -> Result<R>,
+) -> Result<R> {
+    if let [one] = draws {
+        return f(&DrawOperand::One(super::Draw::Bits(*one)));
+    }
+    let bits = device.clone_htod(draws)?;
+    let bits = CudaStorage::wrap_cuda_slice(bits, device.clone());
+    f(&DrawOperand::Rows(&bits, &Layout::contiguous(draws.len())))
+}
+
+/// Tokens on the device; `u32::MAX` for a row that the processor refuses.
+pub(super) fn sample_strict(
+    storage: &CudaStorage,
+    rows: &Rows,
+    truncation: &Truncation,
+    draws: &[u32],
+    strict: bool,
+) -> Result<CudaStorage> {
+    let device = storage.device();
+    // SAFETY: the kernel writes every token.
+    let mut tokens = unsafe { device.alloc::<u32>(rows.batch)? };
+    let refused = if strict { NAN | INFINITY } else { NAN };
+    with_bits(device, draws, |draws| {
+        let operand = Operand::scalar(truncation);
+        launch_sample(storage, rows, &operand, draws, &mut tokens, false, refused)
+    })?;
+    Ok(CudaStorage::wrap_cuda_slice(tokens, device.clone()))
+}
+
+/// Where tokens come back to the host: a buffer that a processor keeps for its device.
+#[derive(Default)]
+pub(super) struct Readback(Option<(CudaDevice, CudaSlice<u32>)>);
+
+impl Readback {
+    pub fn sample(
+        &mut self,
+        storage: &CudaStorage,
+        rows: &Rows,
+        truncation: &Truncation,
+        draws: &[u32],
+    ) -> Result<Vec<Drawn>> {
+        if rows.batch == 0 {
+            return Ok(vec![]);
+        }
+        let device = storage.device();
+        let needed = 2 * rows.batch;
+        let kept = self
+            .0
+            .take()
+            .filter(|(of, buffer)| of.id() == device.id() && buffer.len() >= needed);
+        let (_, buffer) = self.0.insert(match kept {
+            Some(kept) => kept,
+            // SAFETY: the kernel writes what is read back.
+            None => (device.clone(), unsafe { device.alloc::<u32>(needed)? }),
+        });
+        with_bits(device, draws, |draws| {
+            let operand = Operand::scalar(truncation);
+            launch_sample(storage, rows, &operand, draws, buffer, true, 0)
+        })?;
+        let host = device.clone_dtoh(&buffer.slice(..needed))?;
+        let (tokens, notes) = host.split_at(rows.batch);
+        let drawn = tokens.iter().zip(notes).map(|(&token, note)| Drawn {
+            token,
+            has_nan: note & NAN != 0,
+            has_infinity: note & INFINITY != 0,
+        });
+        Ok(drawn.collect())
+    }
+}
+
+/// The repetition penalty on F32 logits `[V]`; `ids` are distinct and inside the vocabulary.
+pub(super) fn penalise(logits: &Tensor, penalty: f32, ids: &[u32]) -> Result<Tensor> {
+    let logits = logits.contiguous()?;
+    let vocab = logits.elem_count();
+    let (storage, layout) = logits.storage_and_layout();
+    let Storage::Cuda(storage) = &*storage else {
+        unreachable!("the caller has looked at the device")
+    };
+    let device = storage.device();
+    let source = storage.as_cuda_slice::<f32>()?;
+    let source = source.slice(layout.start_offset()..layout.start_offset() + vocab);
+    // SAFETY: written by the copy.
+    let mut out = unsafe { device.alloc::<f32>(vocab)? };
+    device.memcpy_dtod(&source, &mut out)?;
+    if !ids.is_empty() {
+        let Kernel { function, stream } = REPEAT_PENALTY.kernel(device, "repeat_penalty", 0)?;
+        let ids_on_device = device.clone_htod(ids)?;
+        let count = ids.len() as u32;
+        let mut launch = stream.launch_builder(&function);
+        launch
+            .arg(&mut out)
+            .arg(&ids_on_device)
+            .arg(&count)
+            .arg(&penalty);
+        // SAFETY: every id is below `vocab`, and none comes twice, so no two threads write the
+        // same element.
+        unsafe { launch.launch(LaunchConfig::for_num_elems(count)) }.w()?;
+    }
+    let out = CudaStorage::wrap_cuda_slice(out, device.clone());
+    Ok(Tensor::from((Storage::Cuda(out), Shape::from(vocab))))
+}

@@ -1,0 +1,66 @@
+//! The CUDA backend of a build without the feature `cuda`: errors that name the feature.
+
+use super::cpu::Drawn;
+use super::sample::DrawOperand;
+use super::truncation::{Operand, Rows, Truncation};
+use candle_core::{bail, CudaStorage, Result, Tensor};
+
+fn missing<T>(op: &str) -> Result<T> {
+    bail!("{op}: the logits are on a CUDA device, but candle-topk was built without its feature `cuda`; build with it, or move the logits with to_device")
+}
+
+pub(super) fn mask(_: &CudaStorage, _: &Rows, _: Operand<CudaStorage>) -> Result<CudaStorage> {
+    missing("mask")
+}
+
+pub(super) fn mask_in_place(_: &mut CudaStorage, _: &Rows, _: Operand<CudaStorage>) -> Result<()> {
+    missing("mask")
+}
+
+pub(super) fn candidates(
+    _: &CudaStorage,
+    _: &Rows,
+    _: Operand<CudaStorage>,
+    _: usize,
+) -> Result<(CudaStorage, CudaStorage, CudaStorage)> {
+    missing("candidates")
+}
+
+pub(super) fn sample(
+    _: &CudaStorage,
+    _: &Rows,
+    _: Operand<CudaStorage>,
+    _: DrawOperand<CudaStorage>,
+) -> Result<CudaStorage> {
+    missing("sample")
+}
+
+pub(super) fn sample_strict(
+    _: &CudaStorage,
+    _: &Rows,
+    _: &Truncation,
+    _: &[u32],
+    _: bool,
+) -> Result<CudaStorage> {
+    missing("sample")
+}
+
+pub(super) fn penalise(_: &Tensor, _: f32, _: &[u32]) -> Result<Tensor> {
+    missing("apply_repeat_penalty")
+}
+
+/// Where tokens come back to the host.
+#[derive(Default)]
+pub(super) struct Readback;
+
+impl Readback {
+    pub fn sample(
+        &mut self,
+        _: &CudaStorage,
+        _: &Rows,
+        _: &Truncation,
+        _: &[u32],
+    ) -> Result<Vec<Drawn>> {
+        missing("sample")
+    }
+}

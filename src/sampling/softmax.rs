@@ -1,0 +1,204 @@
+//! Softmax weights and their exact sums.
+//!
+//! A weight is exp((x - row max) / T) in f32, by one sequence of IEEE operations that the CUDA
+//! kernels repeat to the letter (`kernels/common/softmax.cuh`): no fused multiply-add, no library
+//! exponential, so both backends see the same bits. Weights are summed as integers, in units of
+//! 2^-62, so that a sum does not depend on its order: every chunking, thread count and route gives
+//! the same mass.
+
+/// log2 of the integer mass of the greatest weight, 1.
+const UNIT_LOG2: i32 = 62;
+
+/// The softmax of one row, up to its normalisation.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Softmax {
+    max: f32,
+    temperature: f32,
+}
+
+impl Softmax {
+    /// For a row with this maximum above -inf, at a temperature above 0.
+    pub fn new(max: f32, temperature: f32) -> Self {
+        // +inf logits share all the mass at every temperature, an infinite one included.
+        let temperature = if max == f32::INFINITY {
+            1.0
+        } else {
+            temperature
+        };
+        Self { max, temperature }
+    }
+
+    /// (x - max) / T, at most 0; for what is above -inf.
+    #[inline(always)]
+    pub fn exponent(&self, x: f32) -> f32 {
+        // The difference of two finite values may overflow, and -inf / inf would be NaN.
+        let z = (x - self.max).max(f32::MIN) / self.temperature;
+        if x == self.max {
+            0.0
+        } else {
+            z
+        }
+    }
+
+    /// The weight of a logit, in [0, 1]: 1 at the row's maximum, 0 for -inf and NaN.
+    #[inline(always)]
+    pub fn weight(&self, x: f32) -> f32 {
+        let z = self.exponent(x);
+        // Below -43 the weight is under half a unit of mass.
+        let counts = (x > f32::NEG_INFINITY) & (z >= -43.0);
+        let w = exp(if counts { z } else { 0.0 });
+        if counts {
+            w
+        } else {
+            0.0
+        }
+    }
+
+    /// The weight as an integer, in units of 2^-62.
+    #[inline(always)]
+    pub fn mass(&self, x: f32) -> u64 {
+        mass(self.weight(x))
+    }
+
+    /// The log-probability of a logit in a set whose mass has this logarithm.
+    pub fn log_weight(&self, x: f32, log_mass: f64) -> f32 {
+        if self.max == f32::INFINITY && x != self.max {
+            return f32::NEG_INFINITY;
+        }
+        (self.exponent(x) as f64 - log_mass) as f32
+    }
+
+    /// The mass of a slice of logits that `keep(index, logit)` admits.
+    pub fn sum(&self, row: &[f32], keep: impl Fn(usize, f32) -> bool) -> u128 {
+        let mut total = 0u128;
+        let mut weights = [0f32; 256];
+        for (c, chunk) in row.chunks(weights.len()).enumerate() {
+            // Apart from the integer sum, so that it vectorises.
+            for (w, &x) in weights.iter_mut().zip(chunk) {
+                *w = self.weight(x);
+            }
+            for (i, (&w, &x)) in weights.iter().zip(chunk).enumerate() {
+                if keep(c * 256 + i, x) {
+                    total += mass(w) as u128;
+                }
+            }
+        }
+        total
+    }
+}
+
+/// A weight in [0, 1] as an integer, in units of 2^-62, rounded down.
+#[inline(always)]
+pub(crate) fn mass(weight: f32) -> u64 {
+    // Exact: a power of two. i64 is one instruction where u64 takes several.
+    (weight * (1u64 << UNIT_LOG2) as f32) as i64 as u64
+}
+
+/// The mass as f64, in units of the greatest weight.
+pub(crate) fn to_f64(mass: u128) -> f64 {
+    raw_f64(mass) / (1u64 << UNIT_LOG2) as f64
+}
+
+/// By halves, as the kernels convert it.
+fn raw_f64(mass: u128) -> f64 {
+    (mass >> 64) as u64 as f64 * TWO_64 + mass as u64 as f64
+}
+
+pub(crate) const TWO_64: f64 = 18446744073709551616.0;
+
+/// The least integer mass that is not below `p` times `total`: tokens are kept while the mass
+/// before them is below it.
+pub(crate) fn nucleus(p: f32, total: u128) -> u128 {
+    let target = (p as f64 * raw_f64(total)).ceil();
+    let high = (target / TWO_64).floor();
+    let low = target - high * TWO_64;
+    ((high as u64 as u128) << 64) | low as u64 as u128
+}
+
+/// floor(total * draw / 2^64): the point of the CDF that a 64-bit draw falls on.
+pub(crate) fn inverted(total: u128, draw: u64) -> u128 {
+    let low = (total as u64 as u128 * draw as u128) >> 64;
+    (total >> 64) * draw as u128 + low
+}
+
+/// exp(z) for -43 <= z <= 0 in f32, within 2 units in the last place; exp(0) = 1.
+///
+/// z = n ln 2 + r with the product n ln 2 in two parts, the first exact; a polynomial in r (the
+/// minimax coefficients of Cephes' `expf`); 2^n by its bits.
+#[inline(always)]
+fn exp(z: f32) -> f32 {
+    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer.
+    let shifted = z * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    let r = z - n * 0.693_359_4;
+    let r = r - n * -2.121_944_4e-4;
+    let p = 1.987_569_1e-4;
+    let p = p * r + 1.398_199_9e-3;
+    let p = p * r + 8.333_452e-3;
+    let p = p * r + 4.166_579_6e-2;
+    let p = p * r + 1.666_666_5e-1;
+    let p = p * r + 0.5;
+    let e = p * (r * r) + r + 1.0;
+    let bias = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
+    e * f32::from_bits(((bias + 127) as u32) << 23)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_within_two_units_in_the_last_place() {
+        let mut worst = 0f64;
+        for i in 0..=4_300_000 {
+            let z = -(i as f32) * 1e-5;
+            let want = (z as f64).exp();
+            worst = worst.max(((exp(z) as f64 - want) / want).abs());
+        }
+        assert!(worst < 2.4e-7, "relative error {worst:e}");
+        assert_eq!(exp(0.0), 1.0);
+    }
+
+    #[test]
+    fn weights_of_special_values() {
+        let finite = Softmax::new(2.0, 1.0);
+        assert_eq!(finite.weight(2.0), 1.0);
+        assert_eq!(finite.weight(f32::NEG_INFINITY), 0.0);
+        assert_eq!(finite.weight(f32::NAN), 0.0);
+        assert_eq!(finite.weight(-1e30), 0.0);
+        let infinite = Softmax::new(f32::INFINITY, f32::INFINITY);
+        assert_eq!(
+            (infinite.weight(f32::INFINITY), infinite.weight(f32::MAX)),
+            (1.0, 0.0)
+        );
+        let flat = Softmax::new(f32::MAX, f32::INFINITY);
+        assert_eq!((flat.weight(f32::MAX), flat.weight(f32::MIN)), (1.0, 1.0));
+        assert_eq!(flat.weight(f32::NEG_INFINITY), 0.0);
+        let sharp = Softmax::new(1.0, 1e-30);
+        assert_eq!((sharp.weight(1.0), sharp.weight(0.999)), (1.0, 0.0));
+    }
+
+    #[test]
+    fn masses_are_exact_integers() {
+        assert_eq!(mass(1.0), 1 << 62);
+        assert_eq!(mass(0.5), 1 << 61);
+        assert_eq!(mass(0.0), 0);
+        assert_eq!(to_f64(3 << 62), 3.0);
+        let softmax = Softmax::new(0.0, 1.0);
+        let row: Vec<f32> = (0..1000).map(|i| -(i as f32) * 0.01).collect();
+        let one_by_one: u128 = row.iter().map(|&x| softmax.mass(x) as u128).sum();
+        assert_eq!(softmax.sum(&row, |_, _| true), one_by_one);
+    }
+
+    #[test]
+    fn points_of_the_cdf() {
+        assert_eq!(nucleus(0.5, 1 << 80), 1 << 79);
+        assert_eq!(
+            nucleus(1e-9, 1 << 62),
+            (1e-9f32 as f64 * (1u64 << 62) as f64).ceil() as u128
+        );
+        assert_eq!(inverted(1 << 80, 1 << 63), 1 << 79);
+        assert_eq!(inverted(1 << 80, 0), 0);
+        assert!(inverted((1 << 80) + 5, u64::MAX) < (1 << 80) + 5);
+    }
+}
