@@ -148,7 +148,7 @@ pub fn pack_rows(
     temperature: Option<&Tensor>,
 ) -> Result<Tensor> {
     let columns = [
-        ("top_k", top_k, 0.0),
+        ("top_k", top_k, 0f32),
         ("top_p", top_p, 1.0),
         ("min_p", min_p, 0.0),
         ("temperature", temperature, 1.0),
