@@ -3,6 +3,9 @@
 #![allow(dead_code)] // Each test binary uses its part.
 
 pub mod cases;
+pub mod processor;
+
+pub use cases::Batch;
 
 use candle_topk::sampling::{Mass, Truncation};
 use half::{bf16, f16};
