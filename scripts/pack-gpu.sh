@@ -94,11 +94,12 @@ for kind in ${kinds//,/ }; do
 done
 grep -qE '^(test|bench|example) ' $new/MANIFEST || fail "nothing was built"
 
-# Every program holds the same 50 MB of Candle's kernels. One archive whose window spans more than
-# a program keeps them once, which matters more than packing the programs side by side: a window per
-# thread would lose it. So xz runs on one thread, at a level where it is as fast as two at the usual one.
+# Most of a program is Candle, kernels included, and the same in all of them. One archive whose
+# window spans several programs keeps that once: three came to 5 MiB, where one alone is 4.5. So xz
+# runs on one thread, as a window per thread would lose it, at level 3: 6 is four times slower for
+# a tenth less.
 echo "pack-gpu: compressing $(du -sm "$stage" | cut -f1) MiB" >&2
-tar -C "$stage" --sort=name --owner=0 --group=0 -cf - . | xz -T1 --lzma2=preset=4,dict=192MiB >$new/programs.tar.xz
+tar -C "$stage" --sort=name --owner=0 --group=0 -cf - . | xz -T1 --lzma2=preset=3,dict=192MiB >$new/programs.tar.xz
 cp scripts/run-gpu.sh $new/
 
 rm -rf dist/gpu
