@@ -96,8 +96,8 @@ grep -qE '^(test|bench|example) ' $new/MANIFEST || fail "nothing was built"
 
 # Most of a program is Candle, kernels included, and the same in all of them. One archive whose
 # window spans several programs keeps that once: three came to 5 MiB, where one alone is 4.5. So xz
-# runs on one thread, as a window per thread would lose it, at level 3: 6 is four times slower for
-# a tenth less.
+# runs on one thread, as a window per thread would lose it, at level 3: 6 is five times slower for
+# an eighth less.
 echo "pack-gpu: compressing $(du -sm "$stage" | cut -f1) MiB" >&2
 tar -C "$stage" --sort=name --owner=0 --group=0 -cf - . | xz -T1 --lzma2=preset=3,dict=192MiB >$new/programs.tar.xz
 cp scripts/run-gpu.sh $new/
