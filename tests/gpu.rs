@@ -6,7 +6,8 @@ mod common;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_topk::sampling::{mask, sample_batch, Mass, Truncation};
-use common::{cases, logits, processor, rng, Batch, Law, Oracle, Params, LAWS};
+use common::cases::{self, Batch};
+use common::{logits, processor, rng, Law, Oracle, Params, LAWS};
 use half::{bf16, f16};
 use rand::Rng;
 

@@ -352,10 +352,13 @@ pub(super) fn sample_strict(
 }
 
 /// Where tokens come back to the host: a buffer that a processor keeps for its device.
-#[derive(Default)]
 pub(super) struct Readback(Option<(CudaDevice, CudaSlice<u32>)>);
 
 impl Readback {
+    pub fn new() -> Self {
+        Self(None)
+    }
+
     pub fn sample(
         &mut self,
         storage: &CudaStorage,

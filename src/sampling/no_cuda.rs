@@ -50,10 +50,13 @@ pub(super) fn penalise(_: &Tensor, _: f32, _: &[u32]) -> Result<Tensor> {
 }
 
 /// Where tokens come back to the host.
-#[derive(Default)]
 pub(super) struct Readback;
 
 impl Readback {
+    pub fn new() -> Self {
+        Self
+    }
+
     pub fn sample(
         &mut self,
         _: &CudaStorage,

@@ -63,7 +63,7 @@ impl LogitsProcessor {
         Self {
             rng: StdRng::seed_from_u64(seed),
             sampling,
-            readback: cuda::Readback::default(),
+            readback: cuda::Readback::new(),
         }
     }
 

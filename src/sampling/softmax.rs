@@ -126,17 +126,18 @@ pub(crate) fn inverted(total: u128, draw: u64) -> u128 {
 /// z = n ln 2 + r with the product n ln 2 in two parts, the first exact; a polynomial in r (the
 /// minimax coefficients of Cephes' `expf`); 2^n by its bits.
 #[inline(always)]
+#[allow(clippy::excessive_precision)] // As published, and as the kernels spell them.
 fn exp(z: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer.
     let shifted = z * std::f32::consts::LOG2_E + ROUND;
     let n = shifted - ROUND;
-    let r = z - n * 0.693_359_4;
-    let r = r - n * -2.121_944_4e-4;
-    let p = 1.987_569_1e-4;
-    let p = p * r + 1.398_199_9e-3;
-    let p = p * r + 8.333_452e-3;
-    let p = p * r + 4.166_579_6e-2;
-    let p = p * r + 1.666_666_5e-1;
+    let r = z - n * 0.693359375;
+    let r = r - n * -2.12194440e-4;
+    let p = 1.9875691500e-4;
+    let p = p * r + 1.3981999507e-3;
+    let p = p * r + 8.3334519073e-3;
+    let p = p * r + 4.1665795894e-2;
+    let p = p * r + 1.6666665459e-1;
     let p = p * r + 0.5;
     let e = p * (r * r) + r + 1.0;
     let bias = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);

@@ -229,8 +229,9 @@ impl RowTruncation {
 
     /// Reads packed parameters as device values: an odd value never fails. Kernels do the same.
     pub fn from_packed([top_k, top_p, min_p, temperature]: [f32; PACKED]) -> Self {
-        let greedy = !(temperature > 0.0) || !(top_p > 0.0) || !(min_p <= 1.0);
-        if greedy {
+        // NaN fails each comparison.
+        let meaningful = temperature > 0.0 && top_p > 0.0 && min_p <= 1.0;
+        if !meaningful {
             return Self::GREEDY;
         }
         Self {

@@ -5,8 +5,6 @@
 pub mod cases;
 pub mod processor;
 
-pub use cases::Batch;
-
 use candle_topk::sampling::{Mass, Truncation};
 use half::{bf16, f16};
 use rand::{rngs::StdRng, Rng, SeedableRng};
@@ -43,6 +41,8 @@ impl Params {
 /// A row in the order of selection, sorted once.
 pub struct Oracle<'a> {
     row: &'a [f32],
+    /// Softmax weights in the order, relative to the greatest, by the bits of the temperature.
+    weights: std::cell::RefCell<std::collections::HashMap<u32, std::rc::Rc<Vec<f64>>>>,
     /// The ids of everything above -inf, best first.
     pub order: Vec<u32>,
 }
@@ -63,11 +63,24 @@ impl<'a> Oracle<'a> {
             .filter(|&i| row[i as usize] > f32::NEG_INFINITY)
             .collect();
         order.sort_by(|&a, &b| row[b as usize].partial_cmp(&row[a as usize]).unwrap());
-        Self { row, order }
+        Self {
+            row,
+            weights: Default::default(),
+            order,
+        }
     }
 
     /// Softmax weights in the order, relative to the greatest.
-    pub fn weights(&self, temperature: f32) -> Vec<f64> {
+    pub fn weights(&self, temperature: f32) -> std::rc::Rc<Vec<f64>> {
+        let mut known = self.weights.borrow_mut();
+        let compute = || std::rc::Rc::new(self.weights_at(temperature));
+        known
+            .entry(temperature.to_bits())
+            .or_insert_with(compute)
+            .clone()
+    }
+
+    fn weights_at(&self, temperature: f32) -> Vec<f64> {
         let Some(&best) = self.order.first() else {
             return vec![];
         };

@@ -33,7 +33,7 @@ fn cdfs(row: &[f32], probs: &[f32], sampling: &Sampling) -> (Vec<f64>, f64) {
     let weights = oracle.weights(params.temperature);
     let total: f64 = weights[..len].iter().sum();
     let mut exact = vec![0f64; row.len()];
-    for (&id, weight) in oracle.order[..len].iter().zip(&weights) {
+    for (&id, weight) in oracle.order[..len].iter().zip(weights.iter()) {
         exact[id as usize] = weight / total;
     }
     let mut sum = 0.0;
@@ -220,7 +220,7 @@ pub fn top_k_distributions(device: &Device, draws: usize) -> Result<()> {
         let weights = oracle.weights(params.temperature);
         let total: f64 = weights[..len].iter().sum();
         let mut probs = vec![0f64; vocab];
-        for (&id, w) in oracle.order[..len].iter().zip(&weights) {
+        for (&id, w) in oracle.order[..len].iter().zip(weights.iter()) {
             probs[id as usize] = w / total;
         }
         let batch = 2000;
