@@ -1,9 +1,10 @@
 //! The CPU backend: the readable statement of the contract, and the oracle of the GPU tests.
 //!
-//! A kept set is always a prefix of the order of [`crate::order`], so it is described by the rank
-//! of its last member. Selection works on ranks, with a quickselect instead of a sort, and first on
-//! the elements above a pivot taken from a sample of the row (Qrita's truncation, section 3.1): the
-//! rest of the row is looked at again only where those do not hold the set.
+//! A kept set is always a prefix of the order of [`crate::order`], so it is described by
+//! where it ends. Selection works on ranks, with a quickselect instead of a sort, and on few of them:
+//! for top-k on the elements above a pivot taken from a sample of the row (Qrita's truncation,
+//! section 3.1; all of them where those are fewer than k), for top-p on the bin of a histogram that
+//! the nucleus ends in.
 
 use super::philox;
 use super::sample::{Draw, DrawOperand};
@@ -55,39 +56,76 @@ pub(crate) struct Summary {
 
 impl Summary {
     pub fn of(row: &[f32]) -> Self {
+        /// Independent lanes, so that the compiler uses vectors.
+        const LANES: usize = 16;
         let parts = in_chunks(row, |start, chunk| {
-            let (mut max, mut numbers, mut nans) = (f32::NEG_INFINITY, 0u32, 0u32);
-            for &x in chunk {
-                max = if x > max { x } else { max };
-                numbers += (x > f32::NEG_INFINITY) as u32;
-                nans += x.is_nan() as u32;
+            let mut max = [f32::NEG_INFINITY; LANES];
+            let (mut numbers, mut nans) = ([0u32; LANES], [0u32; LANES]);
+            for elements in chunk.chunks(LANES) {
+                for (j, &x) in elements.iter().enumerate() {
+                    max[j] = if x > max[j] { x } else { max[j] };
+                    numbers[j] += (x > f32::NEG_INFINITY) as u32;
+                    nans[j] += x.is_nan() as u32;
+                }
             }
-            let best = chunk
-                .iter()
-                .position(|&x| numbers > 0 && x == max)
-                .map(|i| rank(max, (start + i) as u32));
-            Summary {
-                best,
-                numbers: numbers as usize,
-                has_nan: nans > 0,
-                has_infinity: max == f32::INFINITY,
-            }
+            let max = max.into_iter().fold(f32::NEG_INFINITY, f32::max);
+            let sum = |lanes: [u32; LANES]| lanes.into_iter().sum::<u32>() as usize;
+            (start, chunk, max, sum(numbers), sum(nans))
         });
-        parts.into_iter().fold(Summary::default(), |a, b| Summary {
-            best: a.best.max(b.best),
-            numbers: a.numbers + b.numbers,
-            has_nan: a.has_nan | b.has_nan,
-            has_infinity: a.has_infinity | b.has_infinity,
-        })
+        let max = parts.iter().map(|p| p.2).fold(f32::NEG_INFINITY, f32::max);
+        let best = (max > f32::NEG_INFINITY).then(|| {
+            parts
+                .iter()
+                .filter(|p| p.2 == max)
+                .find_map(|(start, chunk, ..)| {
+                    let at = chunk.iter().position(|&x| x == max)?;
+                    Some(rank(max, (start + at) as u32))
+                })
+                .expect("the maximum is an element")
+        });
+        Summary {
+            best,
+            numbers: parts.iter().map(|p| p.3).sum(),
+            has_nan: parts.iter().any(|p| p.4 > 0),
+            has_infinity: max == f32::INFINITY,
+        }
+    }
+}
+
+/// Where a kept set ends: what is above `edge` belongs to it, and what equals it at a position
+/// below `end`.
+#[derive(Debug, Clone, Copy)]
+struct Cut {
+    edge: f32,
+    end: u32,
+}
+
+impl Cut {
+    /// Everything above -inf.
+    const NONE: Self = Self {
+        edge: f32::NEG_INFINITY,
+        end: 0,
+    };
+
+    /// Everything down to this element.
+    fn at(rank: u64) -> Self {
+        Self {
+            edge: order::value(rank_key(rank)),
+            end: rank_position(rank) + 1,
+        }
+    }
+
+    #[inline(always)]
+    fn holds(&self, position: usize, x: f32) -> bool {
+        (x > self.edge) | ((x == self.edge) & (position < self.end as usize))
     }
 }
 
 /// The kept set of a row.
 #[derive(Debug, Clone)]
 pub(crate) struct Kept {
-    /// The rank that the least member has, or a rank between it and the next: a member is what has
-    /// this rank or a greater one. `None` is the empty set.
-    cut: Option<u64>,
+    /// `None` is the empty set.
+    cut: Option<Cut>,
     pub softmax: Softmax,
     /// The members' ranks in some order, where truncation has them at hand.
     members: Option<Vec<u64>>,
@@ -105,21 +143,21 @@ impl Kept {
         };
         let softmax = Softmax::new(order::value(rank_key(best)), truncation.temperature);
         let mut kept = Self {
-            cut: Some(order::LEAST_NUMBER),
+            cut: Some(Cut::NONE),
             softmax,
             members: None,
         };
         let top_k = truncation.top_k.map(|k| k as usize);
         match top_k.filter(|k| *k < summary.numbers) {
             Some(1) => {
-                kept.cut = Some(best);
+                kept.cut = Some(Cut::at(best));
                 kept.members = Some(vec![best]);
             }
             Some(k) => kept.top_k(row, k),
             None => {}
         }
         if let Some(p) = truncation.top_p {
-            kept.top_p(row, summary, p, mass);
+            kept.top_p(row, p, mass);
         }
         if let Some(min_p) = truncation.min_p {
             kept.min_p(min_p, rank_key(best));
@@ -130,7 +168,7 @@ impl Kept {
     /// Whether the element at `position` belongs to the set.
     #[inline(always)]
     pub fn holds(&self, position: usize, x: f32) -> bool {
-        self.cut.is_some_and(|cut| rank(x, position as u32) >= cut)
+        self.cut.is_some_and(|cut| cut.holds(position, x))
     }
 
     /// The set's size and mass.
@@ -168,34 +206,33 @@ impl Kept {
 
     /// The token that a 64-bit draw falls on: the CDF of the set inverted in token-id order.
     pub fn token(&self, row: &[f32], draw: u64) -> Option<u32> {
-        self.cut?;
+        let cut = self.cut?;
         if self.members.is_some() {
             let (_, total) = self.count_and_mass(row);
             let point = softmax::inverted(total, draw);
             let positions = self.positions(row);
             return self.walk(row, positions.into_iter(), 0, point);
         }
-        let keeps_all = self.cut == Some(order::LEAST_NUMBER);
-        let chunks = in_chunks(row, |start, chunk| {
-            let mass = if keeps_all {
-                // What is not above -inf weighs nothing.
-                self.softmax.sum(chunk, |_, _| true)
-            } else {
-                self.softmax.sum(chunk, |i, x| self.holds(start + i, x))
+        // By blocks, of which only the one that the point falls into is walked.
+        const BLOCK: usize = 256;
+        let masses = in_chunks(row, |start, chunk| -> Vec<u128> {
+            let mass = |(b, block): (usize, &[f32])| {
+                let start = start + b * BLOCK;
+                self.softmax.sum(block, |i, x| cut.holds(start + i, x))
             };
-            (start, chunk.len(), mass)
-        });
-        let point = softmax::inverted(chunks.iter().map(|c| c.2).sum(), draw);
+            chunk.chunks(BLOCK).enumerate().map(mass).collect()
+        })
+        .concat();
+        let point = softmax::inverted(masses.iter().sum(), draw);
         let mut before = 0;
-        for (start, len, mass) in chunks {
-            if before + mass > point {
-                let ids = (start as u32)..(start + len) as u32;
-                let members = ids.filter(|&i| self.holds(i as usize, row[i as usize]));
-                return self.walk(row, members, before, point);
-            }
-            before += mass;
-        }
-        None
+        let block = masses.iter().position(|mass| {
+            let falls = before + mass > point;
+            before += if falls { 0 } else { *mass };
+            falls
+        })?;
+        let ids = block * BLOCK..row.len().min((block + 1) * BLOCK);
+        let members = ids.filter(|&i| cut.holds(i, row[i])).map(|i| i as u32);
+        self.walk(row, members, before, point)
     }
 
     /// The first of `members` at which the cumulative mass exceeds `point`.
@@ -215,41 +252,63 @@ impl Kept {
     /// Keeps the `k` first in the order; k is below the number of elements above -inf.
     fn top_k(&mut self, row: &[f32], k: usize) {
         let mut ranks = sampled_pivot(row, 2 * k)
-            .map(|pivot| gather(row, pivot))
+            .map(|pivot| gather(row, |key| key >= pivot))
             .filter(|ranks| ranks.len() >= k)
-            .unwrap_or_else(|| gather(row, f32::MIN));
+            .unwrap_or_else(|| gather(row, |key| key > order::NEG_INFINITY_KEY));
         let (_, last, _) = ranks.select_nth_unstable_by(k - 1, |a, b| b.cmp(a));
-        self.cut = Some(*last);
+        self.cut = Some(Cut::at(*last));
         ranks.truncate(k);
         self.members = Some(ranks);
     }
 
     /// Keeps the nucleus of mass `p` of what is kept so far.
-    fn top_p(&mut self, row: &[f32], summary: &Summary, p: f32, mass: Mass) {
+    fn top_p(&mut self, row: &[f32], p: f32, mass: Mass) {
+        let Some(members) = self.members.take() else {
+            return self.nucleus_of_row(row, p);
+        };
         let softmax = self.softmax;
-        let whole_row = || -> u128 {
-            in_chunks(row, |_, chunk| softmax.sum(chunk, |_, _| true))
+        let kept = mass_of(&softmax, &members);
+        let whole = match mass {
+            Mass::Renormalized => kept,
+            Mass::Joint => in_chunks(row, |_, chunk| softmax.sum(chunk, |_, _| true))
                 .into_iter()
-                .sum()
+                .sum(),
         };
-        let target = match (&self.members, mass) {
-            (Some(members), Mass::Renormalized) => softmax::nucleus(p, mass_of(&softmax, members)),
-            _ => softmax::nucleus(p, whole_row()),
-        };
-        let ranks = match self.members.take() {
-            Some(members) if mass_of(&softmax, &members) < target => {
-                self.members = Some(members);
-                return;
-            }
-            Some(members) => members,
-            None => sampled_pivot(row, summary.numbers / 16)
-                .map(|pivot| gather(row, pivot))
-                .filter(|ranks| mass_of(&softmax, ranks) >= target)
-                .unwrap_or_else(|| gather(row, f32::MIN)),
-        };
-        let (cut, members) = nucleus_of(&softmax, ranks, target);
-        self.cut = Some(cut);
-        self.members = Some(members);
+        let target = softmax::nucleus(p, whole);
+        self.members = Some(if kept < target {
+            members
+        } else {
+            let (last, members) = nucleus_of(&softmax, members, 0, target);
+            self.cut = Some(Cut::at(last));
+            members
+        });
+    }
+
+    /// The nucleus of a row without a top-k: a histogram of its mass, by the upper bits of the
+    /// keys, says in which bin the set ends, and what is in that bin is searched.
+    fn nucleus_of_row(&mut self, row: &[f32], p: f32) {
+        let histogram = Histogram::of(row, &self.softmax);
+        let target = softmax::nucleus(p, histogram.mass.iter().sum());
+        let (mut before, mut above) = (0, 0);
+        let mut bin = BINS - 1;
+        while before + histogram.mass[bin] < target {
+            before += histogram.mass[bin];
+            above += histogram.counts[bin];
+            bin -= 1;
+        }
+        let bin = bin as u32;
+        let count = above + histogram.counts[bin as usize];
+        if count <= 4096 {
+            // Few: all of them at once.
+            let all = gather(row, |key| bin_of(key) >= bin);
+            let (last, members) = nucleus_of(&self.softmax, all, 0, target);
+            self.cut = Some(Cut::at(last));
+            self.members = Some(members);
+        } else {
+            let inside = gather(row, |key| bin_of(key) == bin);
+            let (last, _) = nucleus_of(&self.softmax, inside, before, target);
+            self.cut = Some(Cut::at(last));
+        }
     }
 
     /// Keeps what has at least `min_p` times the greatest weight, which is 1.
@@ -265,35 +324,41 @@ impl Kept {
                 low = middle + 1;
             }
         }
-        let least = (low as u64) << 32;
-        if self.cut.is_some_and(|cut| cut < least) {
-            self.cut = Some(least);
+        let edge = order::value(low);
+        if self.cut.is_some_and(|cut| cut.edge < edge) {
+            let end = u32::MAX;
+            self.cut = Some(Cut { edge, end });
             if let Some(members) = &mut self.members {
-                members.retain(|&r| r >= least);
+                members.retain(|&r| rank_key(r) >= low);
             }
         }
     }
 }
 
-/// The shortest prefix of `ranks` in the order whose mass reaches `target`, and its last rank.
-/// The mass of all reaches it.
-fn nucleus_of(softmax: &Softmax, mut ranks: Vec<u64>, target: u128) -> (u64, Vec<u64>) {
-    // ranks[..from] is in the prefix, with this mass; ranks[to..] is not.
-    let (mut from, mut to, mut mass) = (0, ranks.len(), 0u128);
+/// The shortest prefix of `ranks` in the order whose mass, with that `before` them, reaches
+/// `target`, and its last rank. The mass of all reaches it, and that before them does not.
+fn nucleus_of(
+    softmax: &Softmax,
+    mut ranks: Vec<u64>,
+    mut before: u128,
+    target: u128,
+) -> (u64, Vec<u64>) {
+    // ranks[..from] is in the prefix; ranks[to..] is not.
+    let (mut from, mut to) = (0, ranks.len());
     while to - from > 1 {
         let half = (to - from) / 2;
         ranks[from..to].select_nth_unstable_by(half - 1, |a, b| b.cmp(a));
         let upper = mass_of(softmax, &ranks[from..from + half]);
-        if mass + upper >= target {
+        if before + upper >= target {
             to = from + half;
         } else {
             from += half;
-            mass += upper;
+            before += upper;
         }
     }
-    let cut = ranks[from];
+    let last = ranks[from];
     ranks.truncate(to);
-    (cut, ranks)
+    (last, ranks)
 }
 
 fn mass_of(softmax: &Softmax, ranks: &[u64]) -> u128 {
@@ -301,9 +366,60 @@ fn mass_of(softmax: &Softmax, ranks: &[u64]) -> u128 {
     ranks.iter().map(mass).sum()
 }
 
-/// A value that about `count` elements of the row reach, by an even sample of the row; `None` where
+const BINS: usize = 2048;
+
+/// A bin of the histogram: sign, exponent and two bits of the fraction.
+#[inline(always)]
+fn bin_of(key: u32) -> u32 {
+    key >> 21
+}
+
+/// The elements of a row by the upper bits of their keys.
+struct Histogram {
+    mass: Vec<u128>,
+    counts: Vec<u32>,
+}
+
+impl Histogram {
+    fn of(row: &[f32], softmax: &Softmax) -> Self {
+        let mut parts = in_chunks(row, |_, chunk| {
+            let mut part = Self {
+                mass: vec![0; BINS],
+                counts: vec![0; BINS],
+            };
+            let mut weights = [0f32; 256];
+            for elements in chunk.chunks(weights.len()) {
+                for (w, &x) in weights.iter_mut().zip(elements) {
+                    *w = softmax.weight(x);
+                }
+                for (&w, &x) in weights.iter().zip(elements) {
+                    let bin = bin_of(order::key(x)) as usize;
+                    part.mass[bin] += softmax::mass(w) as u128;
+                    part.counts[bin] += 1;
+                }
+            }
+            part
+        });
+        let mut whole = parts.pop().expect("a row has an element");
+        for part in parts {
+            whole
+                .mass
+                .iter_mut()
+                .zip(part.mass)
+                .for_each(|(a, b)| *a += b);
+            whole
+                .counts
+                .iter_mut()
+                .zip(part.counts)
+                .for_each(|(a, b)| *a += b);
+        }
+        whole
+    }
+}
+
+/// A key that about `count` elements of the row reach, by an even sample of the row; `None` where
 /// that is no small part of the row.
-fn sampled_pivot(row: &[f32], count: usize) -> Option<f32> {
+fn sampled_pivot(row: &[f32], count: usize) -> Option<u32> {
     const SAMPLE: usize = 2048;
     if row.len() < 4 * SAMPLE || count > row.len() / 4 {
         return None;
@@ -313,15 +429,15 @@ fn sampled_pivot(row: &[f32], count: usize) -> Option<f32> {
     // Twice the expected rank and a few more: a miss costs more than a larger gather.
     let nth = (2 * count * sample.len() / row.len() + 8).min(sample.len() - 1);
     let (_, pivot, _) = sample.select_nth_unstable_by(nth, |a, b| b.cmp(a));
-    (*pivot > order::NEG_INFINITY_KEY).then(|| order::value(*pivot))
+    (*pivot > order::NEG_INFINITY_KEY).then_some(*pivot)
 }
 
-/// The ranks of all elements that reach `pivot`, a number above -inf.
-fn gather(row: &[f32], pivot: f32) -> Vec<u64> {
+/// The ranks of all elements whose keys `wanted` admits.
+fn gather(row: &[f32], wanted: impl Fn(u32) -> bool + Sync) -> Vec<u64> {
     let parts = in_chunks(row, |start, chunk| {
         let mut ranks = Vec::new();
         for (i, &x) in chunk.iter().enumerate() {
-            if x >= pivot {
+            if wanted(order::key(x)) {
                 ranks.push(rank(x, (start + i) as u32));
             }
         }
@@ -331,8 +447,9 @@ fn gather(row: &[f32], pivot: f32) -> Vec<u64> {
 }
 
 /// `f(start, chunk)` for consecutive chunks of a row, in parallel where the row is long.
-fn in_chunks<R: Send>(row: &[f32], f: impl Fn(usize, &[f32]) -> R + Sync) -> Vec<R> {
-    const CHUNK: usize = 8192;
+fn in_chunks<'a, R: Send>(row: &'a [f32], f: impl Fn(usize, &'a [f32]) -> R + Sync) -> Vec<R> {
+    /// A multiple of the block that tokens are found by.
+    const CHUNK: usize = 16384;
     if row.len() <= 2 * CHUNK {
         row.chunks(CHUNK)
             .enumerate()

@@ -69,19 +69,31 @@ impl Softmax {
     }
 
     /// The mass of a slice of logits that `keep(index, logit)` admits.
+    #[inline(always)]
     pub fn sum(&self, row: &[f32], keep: impl Fn(usize, f32) -> bool) -> u128 {
+        const BLOCK: usize = 256;
         let mut total = 0u128;
-        let mut weights = [0f32; 256];
-        for (c, chunk) in row.chunks(weights.len()).enumerate() {
-            // Apart from the integer sum, so that it vectorises.
-            for (w, &x) in weights.iter_mut().zip(chunk) {
-                *w = self.weight(x);
+        let mut weights = [0f32; BLOCK];
+        for (c, block) in row.chunks(BLOCK).enumerate() {
+            for (i, (w, &x)) in weights.iter_mut().zip(block).enumerate() {
+                let weight = self.weight(x);
+                *w = if keep(c * BLOCK + i, x) { weight } else { 0.0 };
             }
-            for (i, (&w, &x)) in weights.iter().zip(chunk).enumerate() {
-                if keep(c * 256 + i, x) {
-                    total += mass(w) as u128;
+            // Each mass in digits of 22, 20 and 20 bits, which i32 vectors convert and hold: 256 of
+            // a digit stay below 2^31.
+            let mut digits = [0i32; 3];
+            for &w in &weights[..block.len()] {
+                let mut rest = w * (1u32 << 22) as f32;
+                for digit in &mut digits {
+                    // SAFETY: `rest` is from 0 to 2^22.
+                    let whole = unsafe { rest.to_int_unchecked::<i32>() };
+                    *digit += whole;
+                    rest = (rest - whole as f32) * (1u32 << 20) as f32;
                 }
             }
+            total += digits
+                .into_iter()
+                .fold(0u128, |sum, digit| (sum << 20) + digit as u128);
         }
         total
     }
@@ -189,6 +201,8 @@ mod tests {
         let row: Vec<f32> = (0..1000).map(|i| -(i as f32) * 0.01).collect();
         let one_by_one: u128 = row.iter().map(|&x| softmax.mass(x) as u128).sum();
         assert_eq!(softmax.sum(&row, |_, _| true), one_by_one);
+        let row = [0f32; 600];
+        assert_eq!(softmax.sum(&row, |i, _| i % 2 == 0), 300 << 62);
     }
 
     #[test]

@@ -760,7 +760,9 @@ pub fn device_parameters(device: &Device) -> Result<()> {
     let best = Oracle::new(&row).order[0];
     let tensor = Tensor::from_vec(row, vocab, device)?;
     let nan = f32::NAN;
-    let cases: [(i64, f32, f32, f32, Option<usize>); 12] = [
+    // k, p, min-p, temperature, and the size of the set; `None` is the best token alone.
+    type Case = (i64, f32, f32, f32, Option<usize>);
+    let cases: [Case; 12] = [
         (0, 1.0, 0.0, 1.0, Some(300)),
         (-1, 1.0, 0.0, 1.0, Some(300)),
         (7, 1.0, 0.0, 1.0, Some(7)),
@@ -774,9 +776,7 @@ pub fn device_parameters(device: &Device) -> Result<()> {
         (0, 1.0, 0.0, -2.0, None),
         (0, 1.0, 0.0, nan, None),
     ];
-    let column = |f: fn(&(i64, f32, f32, f32, Option<usize>)) -> f32| {
-        Tensor::from_iter(cases.iter().map(f), device)
-    };
+    let column = |f: fn(&Case) -> f32| Tensor::from_iter(cases.iter().map(f), device);
     let k = Tensor::from_iter(cases.iter().map(|c| c.0), device)?;
     let (p, min_p, t) = (column(|c| c.1)?, column(|c| c.2)?, column(|c| c.3)?);
     let packed = pack_rows(Some(&k), Some(&p), Some(&min_p), Some(&t))?;
