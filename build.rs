@@ -20,7 +20,8 @@ mod kernels {
     use std::path::Path;
 
     /// The least compute capability that the kernels are written for. Their PTX is compiled for it
-    /// whatever the device, which the driver finishes for any later one.
+    /// whatever the device, which the driver finishes for any later one. What starts with `sm90_`
+    /// is for 9.0 alone.
     const FORM: usize = 80;
 
     pub fn build() -> Result<(), Box<dyn std::error::Error>> {
@@ -41,7 +42,8 @@ mod kernels {
         let ptx = KernelBuilder::new()
             .source_glob("kernels/sampling/*.cu")
             .watch(headers)
-            .with_compute_override("*.cu", FORM)
+            .compute_cap(FORM)
+            .with_compute_override("sm90_*.cu", 90)
             .arg("-O3")
             .arg("-std=c++17")
             // The CPU repeats the same operations, one rounding each.

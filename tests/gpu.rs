@@ -5,6 +5,7 @@
 mod common;
 
 use candle_core::{DType, Device, Result, Tensor};
+use candle_topk::cuda::{with_form, Form};
 use candle_topk::sampling::{mask, sample_batch, Mass, Truncation};
 use common::cases::{self, Batch};
 use common::{logits, processor, rng, Law, Oracle, Params, LAWS};
@@ -16,12 +17,21 @@ fn gpu() -> Result<Device> {
     Device::new_cuda_with_stream(0)
 }
 
+/// Runs a case in each form of the kernels.
+fn in_each_form(case: impl Fn(&Device) -> Result<()>) -> Result<()> {
+    let device = gpu()?;
+    for form in [Form::Sm80, Form::Sm90] {
+        with_form(form, || case(&device))?;
+    }
+    Ok(())
+}
+
 macro_rules! on_gpu {
     ($($name:ident $(: $($argument:expr),+)? => $case:expr;)*) => {
         $(#[test]
         #[ignore = "needs a CUDA GPU"]
         fn $name() -> Result<()> {
-            $case(&gpu()? $($(, $argument)+)?)
+            in_each_form(|device| $case(device $($(, $argument)+)?))
         })*
     };
 }
@@ -50,180 +60,186 @@ on_gpu! {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn every_law_at_every_width() -> Result<()> {
-    let device = gpu()?;
-    for vocab in cases::WIDTHS {
-        for law in LAWS {
-            cases::check_grid::<f32>(law, vocab, &device)?;
-            // Half precision in turns at the widest, to end in time.
-            if vocab < 100_000 || law == Law::Normal {
-                cases::check_grid::<f16>(law, vocab, &device)?;
-            }
-            if vocab < 100_000 || law == Law::Peaked {
-                cases::check_grid::<bf16>(law, vocab, &device)?;
+    in_each_form(|device| {
+        for vocab in cases::WIDTHS {
+            for law in LAWS {
+                cases::check_grid::<f32>(law, vocab, device)?;
+                // Half precision in turns at the widest, to end in time.
+                if vocab < 100_000 || law == Law::Normal {
+                    cases::check_grid::<f16>(law, vocab, device)?;
+                }
+                if vocab < 100_000 || law == Law::Peaked {
+                    cases::check_grid::<bf16>(law, vocab, device)?;
+                }
             }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn widths_around_every_boundary() -> Result<()> {
-    let device = gpu()?;
-    for vocab in cases::EDGES {
-        for law in [Law::Normal, Law::Ties] {
-            cases::check_grid::<f32>(law, vocab, &device)?;
-            cases::check_grid::<bf16>(law, vocab, &device)?;
+    in_each_form(|device| {
+        for vocab in cases::EDGES {
+            for law in [Law::Normal, Law::Ties] {
+                cases::check_grid::<f32>(law, vocab, device)?;
+                cases::check_grid::<bf16>(law, vocab, device)?;
+            }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn special_rows() -> Result<()> {
-    let device = gpu()?;
-    for vocab in [1, 2, 111, 5000, 32000, 128256] {
-        cases::check_special::<f32>(vocab, &device)?;
-    }
-    for vocab in [111, 32000] {
-        cases::check_special::<f16>(vocab, &device)?;
-        cases::check_special::<bf16>(vocab, &device)?;
-    }
-    Ok(())
+    in_each_form(|device| {
+        for vocab in [1, 2, 111, 5000, 32000, 128256] {
+            cases::check_special::<f32>(vocab, device)?;
+        }
+        for vocab in [111, 32000] {
+            cases::check_special::<f16>(vocab, device)?;
+            cases::check_special::<bf16>(vocab, device)?;
+        }
+        Ok(())
+    })
 }
 
 /// Fresh rows with fresh parameters.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn random_rows() -> Result<()> {
-    let device = gpu()?;
-    let seed = rand::random::<u32>() as u64;
-    println!("seed {seed}");
-    let mut rng = rng(seed);
-    for round in 0..40 {
-        let vocab = [rng.random_range(1..3000), rng.random_range(8000..60000)][round % 2];
-        let mut batch = Batch {
-            rows: vec![],
-            params: vec![],
-        };
-        for _ in 0..64 {
-            batch.rows.push(logits(
-                LAWS[rng.random_range(0..LAWS.len())],
-                vocab,
-                &mut rng,
-            ));
-            batch.params.push(Params {
-                k: [0, rng.random_range(1..=vocab), rng.random_range(1..200)]
-                    [rng.random_range(0..3)],
-                p: [1.0, rng.random_range(0.01..1.0)][rng.random_range(0..2)],
-                min_p: [0.0, rng.random_range(0.0..0.2)][rng.random_range(0..2)],
-                temperature: [1.0, rng.random_range(0.1..3.0)][rng.random_range(0..2)],
-                mass: Mass::Joint,
-            });
+    in_each_form(|device| {
+        let seed = rand::random::<u32>() as u64;
+        println!("seed {seed}");
+        let mut rng = rng(seed);
+        for round in 0..40 {
+            let vocab = [rng.random_range(1..3000), rng.random_range(8000..60000)][round % 2];
+            let mut batch = Batch {
+                rows: vec![],
+                params: vec![],
+            };
+            for _ in 0..64 {
+                batch.rows.push(logits(
+                    LAWS[rng.random_range(0..LAWS.len())],
+                    vocab,
+                    &mut rng,
+                ));
+                batch.params.push(Params {
+                    k: [0, rng.random_range(1..=vocab), rng.random_range(1..200)]
+                        [rng.random_range(0..3)],
+                    p: [1.0, rng.random_range(0.01..1.0)][rng.random_range(0..2)],
+                    min_p: [0.0, rng.random_range(0.0..0.2)][rng.random_range(0..2)],
+                    temperature: [1.0, rng.random_range(0.1..3.0)][rng.random_range(0..2)],
+                    mass: Mass::Joint,
+                });
+            }
+            let mass = [Mass::Joint, Mass::Renormalized][round / 2 % 2];
+            cases::check_batch::<f32>(
+                &batch,
+                mass,
+                device,
+                &format!("seed {seed}, round {round}"),
+            )?;
         }
-        let mass = [Mass::Joint, Mass::Renormalized][round / 2 % 2];
-        cases::check_batch::<f32>(
-            &batch,
-            mass,
-            &device,
-            &format!("seed {seed}, round {round}"),
-        )?;
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// The same bits from two runs and from the CPU, for tokens of every law and route.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn tokens_equal_the_cpu() -> Result<()> {
-    let device = gpu()?;
-    for (vocab, rows) in [(1000, 300), (32000, 100), (151936, 40)] {
-        let mut rng = rng(vocab as u64);
-        for law in LAWS {
-            let flat: Vec<f32> = (0..rows)
-                .flat_map(|_| logits(law, vocab, &mut rng))
-                .collect();
-            let on_cpu = Tensor::from_vec(flat, (rows, vocab), &Device::Cpu)?;
-            let on_gpu = on_cpu.to_device(&device)?;
-            let seeds: Vec<i64> = (0..2 * rows).map(|_| rng.random()).collect();
-            let seeds = Tensor::from_vec(seeds, (rows, 2), &Device::Cpu)?;
-            let seeds_on_gpu = seeds.to_device(&device)?;
-            for truncation in [
-                Truncation::new(),
-                Truncation::new().with_top_k(50),
-                Truncation::new().with_top_p(0.9).with_temperature(0.8),
-                Truncation::new().with_top_k(vocab / 2).with_top_p(0.95),
-                Truncation::new().with_min_p(0.02).with_temperature(1.5),
-            ] {
-                let tokens = |logits: &Tensor, seeds: &Tensor| -> Result<Vec<u32>> {
-                    sample_batch(logits, truncation, seeds)?.to_vec1()
-                };
-                let got = tokens(&on_gpu, &seeds_on_gpu)?;
-                assert_eq!(got, tokens(&on_gpu, &seeds_on_gpu)?, "two runs");
-                assert_eq!(
-                    got,
-                    tokens(&on_cpu, &seeds)?,
-                    "{law:?}, V {vocab}, {truncation:?}"
-                );
+    in_each_form(|device| {
+        for (vocab, rows) in [(1000, 300), (32000, 100), (151936, 40)] {
+            let mut rng = rng(vocab as u64);
+            for law in LAWS {
+                let flat: Vec<f32> = (0..rows)
+                    .flat_map(|_| logits(law, vocab, &mut rng))
+                    .collect();
+                let on_cpu = Tensor::from_vec(flat, (rows, vocab), &Device::Cpu)?;
+                let on_gpu = on_cpu.to_device(device)?;
+                let seeds: Vec<i64> = (0..2 * rows).map(|_| rng.random()).collect();
+                let seeds = Tensor::from_vec(seeds, (rows, 2), &Device::Cpu)?;
+                let seeds_on_gpu = seeds.to_device(device)?;
+                for truncation in [
+                    Truncation::new(),
+                    Truncation::new().with_top_k(50),
+                    Truncation::new().with_top_p(0.9).with_temperature(0.8),
+                    Truncation::new().with_top_k(vocab / 2).with_top_p(0.95),
+                    Truncation::new().with_min_p(0.02).with_temperature(1.5),
+                ] {
+                    let tokens = |logits: &Tensor, seeds: &Tensor| -> Result<Vec<u32>> {
+                        sample_batch(logits, truncation, seeds)?.to_vec1()
+                    };
+                    let got = tokens(&on_gpu, &seeds_on_gpu)?;
+                    assert_eq!(got, tokens(&on_gpu, &seeds_on_gpu)?, "two runs");
+                    assert_eq!(
+                        got,
+                        tokens(&on_cpu, &seeds)?,
+                        "{law:?}, V {vocab}, {truncation:?}"
+                    );
+                }
             }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// More than 2^31 elements: rows beyond them are read and written where they are.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn beyond_two_to_the_31_elements() -> Result<()> {
-    let device = gpu()?;
-    let vocab = 151936;
-    let rows = (1usize << 31) / vocab + 64;
-    let all = Tensor::full(bf16::from_f32(-1.0), (rows, vocab), &device)?.contiguous()?;
-    let mut rng = rng(31);
-    let probes = [0, 1, rows / 2, rows - 40, rows - 1];
-    for (i, &at) in probes.iter().enumerate() {
-        let row: Vec<bf16> = logits(Law::Peaked, vocab, &mut rng)
-            .iter()
-            .map(|&x| bf16::from_f32(x + i as f32))
-            .collect();
-        all.slice_set(&Tensor::from_vec(row, (1, vocab), &device)?, 0, at)?;
-    }
-    let truncation = Truncation::new().with_top_k(50);
-    let masked = mask(&all, truncation)?;
-    let draws = Tensor::full(1u32 << 31, rows, &device)?.contiguous()?;
-    let tokens = sample_batch(&all, truncation, &draws)?.to_vec1::<u32>()?;
-    for at in 0..rows {
-        let probe = probes.contains(&at);
-        if !probe && at % 1000 != 7 {
-            continue;
+    in_each_form(|device| {
+        let vocab = 151936;
+        let rows = (1usize << 31) / vocab + 64;
+        let all = Tensor::full(bf16::from_f32(-1.0), (rows, vocab), device)?.contiguous()?;
+        let mut rng = rng(31);
+        let probes = [0, 1, rows / 2, rows - 40, rows - 1];
+        for (i, &at) in probes.iter().enumerate() {
+            let row: Vec<bf16> = logits(Law::Peaked, vocab, &mut rng)
+                .iter()
+                .map(|&x| bf16::from_f32(x + i as f32))
+                .collect();
+            all.slice_set(&Tensor::from_vec(row, (1, vocab), device)?, 0, at)?;
         }
-        let row: Vec<f32> = all
-            .get(at)?
-            .to_vec1::<bf16>()?
-            .iter()
-            .map(|x| x.to_f32())
-            .collect();
-        let got: Vec<f32> = masked
-            .get(at)?
-            .to_vec1::<bf16>()?
-            .iter()
-            .map(|x| x.to_f32())
-            .collect();
-        let kept: Vec<u32> = (0..vocab as u32)
-            .filter(|&i| got[i as usize] > f32::NEG_INFINITY)
-            .collect();
-        let params = Params {
-            k: 50,
-            ..Params::NONE
-        };
-        Oracle::new(&row).check(&params, &kept, &format!("row {at}"));
-        assert!(kept.contains(&tokens[at]), "row {at}");
-        if !probe {
-            assert_eq!(kept, (0..50).collect::<Vec<_>>());
+        let truncation = Truncation::new().with_top_k(50);
+        let masked = mask(&all, truncation)?;
+        let draws = Tensor::full(1u32 << 31, rows, device)?.contiguous()?;
+        let tokens = sample_batch(&all, truncation, &draws)?.to_vec1::<u32>()?;
+        for at in 0..rows {
+            let probe = probes.contains(&at);
+            if !probe && at % 1000 != 7 {
+                continue;
+            }
+            let row: Vec<f32> = all
+                .get(at)?
+                .to_vec1::<bf16>()?
+                .iter()
+                .map(|x| x.to_f32())
+                .collect();
+            let got: Vec<f32> = masked
+                .get(at)?
+                .to_vec1::<bf16>()?
+                .iter()
+                .map(|x| x.to_f32())
+                .collect();
+            let kept: Vec<u32> = (0..vocab as u32)
+                .filter(|&i| got[i as usize] > f32::NEG_INFINITY)
+                .collect();
+            let params = Params {
+                k: 50,
+                ..Params::NONE
+            };
+            Oracle::new(&row).check(&params, &kept, &format!("row {at}"));
+            assert!(kept.contains(&tokens[at]), "row {at}");
+            if !probe {
+                assert_eq!(kept, (0..50).collect::<Vec<_>>());
+            }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// Two streams at once, each with its own device handle.
@@ -258,67 +274,68 @@ fn two_streams_at_once() -> Result<()> {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn sanitize_small_shapes() -> Result<()> {
-    let device = gpu()?;
-    for vocab in [1, 9, 1000, 8193, 20001] {
-        for law in [Law::Normal, Law::Ties] {
-            let row = logits(law, vocab, &mut rng(vocab as u64));
-            let params = vec![
-                Params::NONE,
-                Params {
-                    k: 50,
-                    ..Params::NONE
-                },
-                Params {
-                    k: vocab / 2 + 1,
-                    p: 0.9,
-                    ..Params::NONE
-                },
-                Params {
-                    p: 0.9,
-                    ..Params::NONE
-                },
-                Params {
-                    k: 40,
-                    p: 0.5,
-                    min_p: 0.01,
-                    temperature: 0.7,
-                    ..Params::NONE
-                },
-                Params {
-                    temperature: 0.0,
-                    ..Params::NONE
-                },
-            ];
-            let batch = Batch {
-                rows: vec![row; params.len()],
-                params,
-            };
-            cases::check_batch::<f32>(&batch, Mass::Renormalized, &device, "sanitize")?;
-            cases::check_batch::<bf16>(&batch, Mass::Joint, &device, "sanitize")?;
+    in_each_form(|device| {
+        for vocab in [1, 9, 1000, 8193, 20001] {
+            for law in [Law::Normal, Law::Ties] {
+                let row = logits(law, vocab, &mut rng(vocab as u64));
+                let params = vec![
+                    Params::NONE,
+                    Params {
+                        k: 50,
+                        ..Params::NONE
+                    },
+                    Params {
+                        k: vocab / 2 + 1,
+                        p: 0.9,
+                        ..Params::NONE
+                    },
+                    Params {
+                        p: 0.9,
+                        ..Params::NONE
+                    },
+                    Params {
+                        k: 40,
+                        p: 0.5,
+                        min_p: 0.01,
+                        temperature: 0.7,
+                        ..Params::NONE
+                    },
+                    Params {
+                        temperature: 0.0,
+                        ..Params::NONE
+                    },
+                ];
+                let batch = Batch {
+                    rows: vec![row; params.len()],
+                    params,
+                };
+                cases::check_batch::<f32>(&batch, Mass::Renormalized, device, "sanitize")?;
+                cases::check_batch::<bf16>(&batch, Mass::Joint, device, "sanitize")?;
+            }
         }
-    }
-    // Rows that need histograms down to a single key, and special ones.
-    let row = vec![1.5f32; 20001];
-    let params = vec![
-        Params {
-            k: 9000,
-            ..Params::NONE
-        },
-        Params {
-            p: 0.5,
-            ..Params::NONE
-        },
-    ];
-    let batch = Batch {
-        rows: vec![row; 2],
-        params,
-    };
-    cases::check_batch::<f32>(&batch, Mass::Renormalized, &device, "sanitize")?;
-    cases::independence(&device)?;
-    processor::refusals(&device)?;
-    processor::repeat_penalty(&device)?;
-    let zeros = Tensor::zeros((2, 100), DType::F32, &device)?;
-    let place = mask(&zeros, Truncation::new().with_top_k(3))?;
-    assert_eq!(place.dims(), [2, 100]);
-    candle_topk::cuda::preload(&device)
+        // Rows that need histograms down to a single key, and special ones.
+        let row = vec![1.5f32; 20001];
+        let params = vec![
+            Params {
+                k: 9000,
+                ..Params::NONE
+            },
+            Params {
+                p: 0.5,
+                ..Params::NONE
+            },
+        ];
+        let batch = Batch {
+            rows: vec![row; 2],
+            params,
+        };
+        cases::check_batch::<f32>(&batch, Mass::Renormalized, device, "sanitize")?;
+        cases::independence(device)?;
+        processor::refusals(device)?;
+        processor::repeat_penalty(device)?;
+        let zeros = Tensor::zeros((2, 100), DType::F32, device)?;
+        let place = mask(&zeros, Truncation::new().with_top_k(3))?;
+        assert_eq!(place.dims(), [2, 100]);
+        candle_topk::cuda::preload(device)
+    })
 }

@@ -2,6 +2,8 @@
 // Operands may be any type made of 4-byte words.
 #pragma once
 
+#include <string.h>
+
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 static_assert(kWarps == 32, "the second step of a reduction is one warp wide");
@@ -24,6 +26,17 @@ __device__ __forceinline__ V shuffle_up(V v, int lanes) {
   memcpy(words, &v, sizeof(V));
 #pragma unroll
   for (int i = 0; i < sizeof(V) / 4; i++) words[i] = __shfl_up_sync(~0u, words[i], lanes);
+  memcpy(&v, words, sizeof(V));
+  return v;
+}
+
+template <class V>
+__device__ __forceinline__ V shuffle(V v, int lane) {
+  static_assert(sizeof(V) % 4 == 0, "whole words only");
+  unsigned words[sizeof(V) / 4];
+  memcpy(words, &v, sizeof(V));
+#pragma unroll
+  for (int i = 0; i < sizeof(V) / 4; i++) words[i] = __shfl_sync(~0u, words[i], lane);
   memcpy(&v, words, sizeof(V));
   return v;
 }

@@ -38,16 +38,20 @@ struct alignas(16) Vector {
 };
 
 // Vectors are aligned, so the first and the last may stick out of the row. `shift` is how many
-// elements the first begins before it.
+// elements the first begins before it. A block's slice is the vectors from `begin` to `end`.
 template <class T>
 struct Row {
   static constexpr int kWidth = Vector<T>::kWidth;
   const T* data;
   int size;
   int shift;
+  int begin, end;
 
-  __device__ Row(const T* data, int size)
-      : data(data), size(size), shift((int)((size_t)data % 16 / sizeof(T))) {}
+  __device__ Row(const T* data, int size, int slice, int slices)
+      : data(data), size(size), shift((int)((size_t)data % 16 / sizeof(T))) {
+    const int length = (vectors() + slices - 1) / slices;
+    begin = min(slice * length, vectors()), end = min(begin + length, vectors());
+  }
 
   // At least 1. A vocabulary leaves room for a vector beyond it in an int.
   __device__ __forceinline__ int vectors() const { return (shift + size + kWidth - 1) / kWidth; }
@@ -73,23 +77,22 @@ struct Row {
     return v;
   }
 
-  // f(logit, position) for every element once, and with NaN for the few positions outside that the
-  // outer vectors hold. Four loads are in flight in each thread.
-  template <class F>
+  // f(logit, position) for every element of the slice once, and with NaN for the few positions
+  // outside the row that its outer vectors hold. Each thread has kDepth loads in flight; what
+  // computes much more than it loads needs few, and f is expanded for each.
+  template <int kDepth, class F>
   __device__ __forceinline__ void for_each(F f) const {
-    constexpr int kDepth = 4;
-    const int n = vectors();
-    for (int base = threadIdx.x; base < n; base += kDepth * blockDim.x) {
+    for (int base = begin + threadIdx.x; base < end; base += kDepth * blockDim.x) {
       Vector<T> v[kDepth];
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {
         const int j = base + d * blockDim.x;
-        if (j < n) v[d] = load(j);
+        if (j < end) v[d] = load(j);
       }
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {
         const int j = base + d * blockDim.x;
-        if (j < n) {
+        if (j < end) {
 #pragma unroll
           for (int w = 0; w < kWidth; w++) f(widen(v[d].at[w]), first(j) + w);
         }

@@ -2,38 +2,43 @@
 // walked in tiles in the order of ids; a scan gives each survivor its place.
 #include "truncate.cuh"
 
-template <class T>
+template <class T, int C>
 __device__ void candidates(const Request& request, unsigned* ids, float* log_probs,
                            unsigned* counts, long long capacity) {
-  extern __shared__ Shared shared[];
-  const long long b = blockIdx.x;
-  const Kept<T> kept(request, b, *shared);
+  extern __shared__ uint4 dynamic[];
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic));
   const Row<T>& row = kept.row;
-  ids += b * capacity, log_probs += b * capacity;
+  ids += kept.row_index() * capacity, log_probs += kept.row_index() * capacity;
 
   unsigned size;
   Mass mass;
   kept.count_and_mass(&size, &mass);
-  if (threadIdx.x == 0) counts[b] = size;
-  for (long long i = size + threadIdx.x; i < capacity; i += kThreads) {
+  if (threadIdx.x == 0 && Team<C>::rank() == 0) counts[kept.row_index()] = size;
+  for (long long i = size + Team<C>::rank() * kThreads + threadIdx.x; i < capacity; i += C * kThreads) {
     ids[i] = ~0u, log_probs[i] = -CUDART_INF_F;
   }
 
+  auto members = [&](const Vector<T>& v, int first) {
+    unsigned count = 0;
+#pragma unroll
+    for (int w = 0; w < Row<T>::kWidth; w++) count += kept.holds(widen(v.at[w]), first + w);
+    return count;
+  };
+  unsigned before = 0, total;
+  if constexpr (C > 1) {
+    unsigned own = 0;
+    for (int j = row.begin + threadIdx.x; j < row.end; j += kThreads) {
+      own += members(row.load(j), row.first(j));
+    }
+    before = team_exclusive_sum<C>(block_sum<Count>(own), 0u, AddSums(), &total);
+  }
   const unsigned wanted = size < capacity ? size : (unsigned)capacity;
   const double log_mass = log(raw_double(mass) / 4611686018427387904.0);
-  unsigned before = 0;
-  for (int base = 0; base < row.vectors() && before < wanted; base += kThreads) {
+  for (int base = row.begin; base < row.end && before < wanted; base += kThreads) {
     const int j = base + threadIdx.x;
     Vector<T> v;
     unsigned count = 0;
-    if (j < row.vectors()) {
-      v = row.load(j);
-#pragma unroll
-      for (int w = 0; w < Row<T>::kWidth; w++) {
-        count += kept.holds(widen(v.at[w]), row.first(j) + w);
-      }
-    }
-    unsigned total;
+    if (j < row.end) v = row.load(j), count = members(v, row.first(j));
     unsigned place = before + block_exclusive_sum(count, 0u, AddSums(), &total);
     if (count) {
 #pragma unroll
@@ -48,12 +53,13 @@ __device__ void candidates(const Request& request, unsigned* ids, float* log_pro
     }
     before += total;
   }
+  Team<C>::sync();  // No member may end while its memory is read.
 }
 
 #define KERNEL(name, T)                                                                       \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                      \
+  extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)                              \
       candidates_##name(const Request request, unsigned* ids, float* log_probs,               \
                         unsigned* counts, long long capacity) {                               \
-    candidates<T>(request, ids, log_probs, counts, capacity);                                 \
+    candidates<T, TEAM>(request, ids, log_probs, counts, capacity);                           \
   }
 FOR_EACH_DTYPE(KERNEL)

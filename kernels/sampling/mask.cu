@@ -2,38 +2,38 @@
 // `out` is the logits: nothing is written before the cut is known.
 #include "truncate.cuh"
 
-template <class T>
+template <class T, int C>
 __device__ void mask(const Request& request, T* out, long long out_stride) {
-  extern __shared__ Shared shared[];
-  const long long b = blockIdx.x;
-  const Kept<T> kept(request, b, *shared);
+  extern __shared__ uint4 dynamic[];
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic));
+  Team<C>::sync();  // In place, no member may still be reading; and none may end while it is read.
   const Row<T>& row = kept.row;
-  const Row<T> target(out + b * out_stride, row.size);
+  out += kept.row_index() * out_stride;
+  const bool aligned = (size_t)out % 16 / sizeof(T) == row.shift;
   const T dropped = from_bits<T>(Bits<T>::kNegInfinity);
-  for (int j = threadIdx.x; j < row.vectors(); j += kThreads) {
+  for (int j = row.begin + threadIdx.x; j < row.end; j += kThreads) {
     const int first = row.first(j);
     Vector<T> v = row.load(j);
 #pragma unroll
     for (int w = 0; w < Row<T>::kWidth; w++) {
       if (!kept.holds(widen(v.at[w]), first + w)) v.at[w] = dropped;
     }
-    T* at = const_cast<T*>(target.data) + first;
-    if (first >= 0 && first + Row<T>::kWidth <= row.size && target.shift == row.shift) {
+    if (aligned && first >= 0 && first + Row<T>::kWidth <= row.size) {
       uint4 raw;
       memcpy(&raw, &v, sizeof(raw));
-      *reinterpret_cast<uint4*>(at) = raw;
+      *reinterpret_cast<uint4*>(out + first) = raw;
     } else {
 #pragma unroll
       for (int w = 0; w < Row<T>::kWidth; w++) {
-        if (first + w >= 0 && first + w < row.size) at[w] = v.at[w];
+        if (first + w >= 0 && first + w < row.size) out[first + w] = v.at[w];
       }
     }
   }
 }
 
 #define KERNEL(name, T)                                                                       \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                      \
+  extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)                              \
       mask_##name(const Request request, T* out, long long out_stride) {                      \
-    mask<T>(request, out, out_stride);                                                        \
+    mask<T, TEAM>(request, out, out_stride);                                                  \
   }
 FOR_EACH_DTYPE(KERNEL)

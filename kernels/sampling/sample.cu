@@ -24,30 +24,29 @@ struct DrawSource {
   }
 };
 
-constexpr int kSegments = 256;
-static_assert(kSegments <= kBins, "segments share the histogram's place");
-
-template <class T>
-__device__ unsigned invert_on_chip(const Kept<T>& kept, const Shared& shared, u64 draw) {
+template <class T, int C>
+__device__ unsigned invert_on_chip(const Kept<T, C>& kept, u64 draw) {
   unsigned size;
   Mass total;
   kept.count_and_mass(&size, &total);
   // The first id at which the cumulative mass exceeds the point.
   const Mass target = inverted(total, draw) + Mass{1, 0};
+  const Elements& elements = kept.shared.gathered;
   const Found<Weight> found = pivot_search<Weight>(
-      kept.gathered, 0u, ~0u, Mass{0, 0}, target, [&](int i, unsigned* key, Mass* mass) {
-        const float x = value_of(shared.keys[i]);
-        *key = ~shared.positions[i];
-        if (!kept.holds(x, shared.positions[i])) return false;
-        *mass = Mass{kept.softmax.mass(x), 0};
-        return true;
-      });
+      kept.gathered, 0u, ~0u, Mass{0, 0}, target,
+      [&](int i, unsigned* key) {
+        *key = ~elements.positions[i];
+        return kept.holds(value_of(elements.keys[i]), elements.positions[i]);
+      },
+      [&](int i) { return Mass{kept.softmax.mass(value_of(elements.keys[i])), 0}; });
   return ~found.key;
 }
 
-template <class T>
-__device__ unsigned invert_in_memory(const Kept<T>& kept, Shared& shared, u64 draw) {
+// ~0 from the members whose slices the draw does not fall into.
+template <class T, int C>
+__device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw) {
   const Row<T>& row = kept.row;
+  Mass(&segments)[kSegments] = kept.shared.segments;
   auto mass_of = [&](const Vector<T>& v, int first) {
     Mass mass = {0, 0};
 #pragma unroll
@@ -57,40 +56,44 @@ __device__ unsigned invert_in_memory(const Kept<T>& kept, Shared& shared, u64 dr
     }
     return mass;
   };
-  const int length = (row.vectors() + kSegments - 1) / kSegments;
+  const int length = (row.end - row.begin + kSegments - 1) / kSegments;
   const int lane = threadIdx.x % 32;
-  for (int s = threadIdx.x / 32; s < kSegments; s += kWarps) {
-    const int end = min((s + 1) * length, row.vectors());
-    Mass mass = {0, 0};
-    for (int j = s * length + lane; j < end; j += 32) mass = mass + mass_of(row.load(j), row.first(j));
-    mass = warp_reduce(mass, AddSums());
-    if (lane == 0) shared.segments[s] = mass;
-  }
+  Mass own = {0, 0};
   __syncthreads();
+  for (int s = threadIdx.x / 32; s < kSegments; s += kWarps) {
+    const int begin = row.begin + s * length, end = min(begin + length, row.end);
+    Mass mass = {0, 0};
+    for (int j = begin + lane; j < end; j += 32) mass = mass + mass_of(row.load(j), row.first(j));
+    mass = warp_sum(mass);
+    if (lane == 0) segments[s] = mass, own = own + mass;
+  }
+  Mass total;
+  own = block_sum<Weight>(own);
+  const Mass before = team_exclusive_sum<C>(own, Mass{0, 0}, AddSums(), &total);
+  Mass point = inverted(total, draw);
+  if (point < before || !(point < before + own)) return ~0u;
+  point = point - before;
 
   __shared__ struct {
     Mass rest;
     int segment;
     unsigned token;
   } at;
-  if (threadIdx.x == 0) {
-    Mass total = {0, 0};
-    for (int s = 0; s < kSegments; s++) total = total + shared.segments[s];
-    Mass point = inverted(total, draw);
-    int s = 0;
-    while (!(point < shared.segments[s])) point = point - shared.segments[s], s++;
-    at.rest = point, at.segment = s;
-  }
+  // One segment a thread; the sum over those before it is exact in any order.
+  Mass sum;
+  const Mass mine = threadIdx.x < kSegments ? segments[threadIdx.x] : Mass{0, 0};
+  const Mass start = block_exclusive_sum(mine, Mass{0, 0}, AddSums(), &sum);
+  if (!(point < start) && point < start + mine) at.rest = point - start, at.segment = threadIdx.x;
   __syncthreads();
-  Mass point = at.rest;
-  const int end = min((at.segment + 1) * length, row.vectors());
-  for (int base = at.segment * length; base < end; base += kThreads) {
+  point = at.rest;
+  const int begin = row.begin + at.segment * length, end = min(begin + length, row.end);
+  for (int base = begin; base < end; base += kThreads) {
     const int j = base + threadIdx.x;
     Vector<T> v;
     Mass mass = {0, 0};
     if (j < end) v = row.load(j), mass = mass_of(v, row.first(j));
-    Mass total;
-    Mass before = block_exclusive_sum(mass, Mass{0, 0}, AddSums(), &total);
+    Mass sum;
+    Mass before = block_exclusive_sum(mass, Mass{0, 0}, AddSums(), &sum);
     if (!(point < before) && point < before + mass) {
       int token = -1;
 #pragma unroll
@@ -103,8 +106,8 @@ __device__ unsigned invert_in_memory(const Kept<T>& kept, Shared& shared, u64 dr
       }
       at.token = token;
     }
-    if (point < total) break;
-    point = point - total;
+    if (point < sum) break;
+    point = point - sum;
   }
   __syncthreads();
   return at.token;
@@ -112,33 +115,36 @@ __device__ unsigned invert_in_memory(const Kept<T>& kept, Shared& shared, u64 dr
 
 // `notes` takes, where it isn't null, what the row held: 1 NaN, 2 +inf. A row that holds one of
 // `refused` gives no token.
-template <class T>
+template <class T, int C>
 __device__ void sample(const Request& request, const DrawSource& draws, unsigned* tokens,
                        unsigned* notes, unsigned refused) {
-  extern __shared__ Shared shared[];
-  const long long b = blockIdx.x;
-  const Kept<T> kept(request, b, *shared);
+  extern __shared__ uint4 dynamic[];
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic));
+  const long long b = kept.row_index();
   const unsigned held = kept.has_nan | kept.has_infinity << 1;
+  bool says = Team<C>::rank() == 0;
   unsigned token = ~0u;
   if (kept.numbers > 0 && !(held & refused)) {
     if (kept.cut_key == kept.best_key && kept.cut_end == kept.best_position + 1) {
       token = kept.best_position;  // a set of one
     } else if (kept.on_chip()) {
-      token = invert_on_chip(kept, *shared, draws.draw(b));
+      token = invert_on_chip(kept, draws.draw(b));
     } else {
-      token = invert_in_memory(kept, *shared, draws.draw(b));
+      token = invert_in_memory(kept, draws.draw(b));
+      says = token != ~0u;
     }
   }
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0 && says) {
     tokens[b] = token;
     if (notes) notes[b] = held;
   }
+  Team<C>::sync();  // No member may end while its memory is read.
 }
 
 #define KERNEL(name, T)                                                                       \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                      \
+  extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)                              \
       sample_##name(const Request request, const DrawSource draws, unsigned* tokens,          \
                     unsigned* notes, unsigned refused) {                                      \
-    sample<T>(request, draws, tokens, notes, refused);                                        \
+    sample<T, TEAM>(request, draws, tokens, notes, refused);                                  \
   }
 FOR_EACH_DTYPE(KERNEL)

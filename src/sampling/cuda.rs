@@ -1,9 +1,9 @@
-//! The CUDA backend: launches of `kernels/sampling`, one block a row.
+//! The CUDA backend: launches of `kernels/sampling`, one block a row, or on sm_90 a cluster.
 
 use super::cpu::Drawn;
 use super::sample::DrawOperand;
 use super::truncation::{Operand, Rows, Truncation};
-use crate::cuda::{Kernel, CANDIDATES, MASK, REPEAT_PENALTY, SAMPLE};
+use crate::cuda::{self, Form, Forms, Kernel, CANDIDATES, MASK, REPEAT_PENALTY, SAMPLE};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
@@ -15,8 +15,40 @@ use half::{bf16, f16};
 
 /// Threads of a block: `kThreads` in `kernels/common/block.cuh`.
 const THREADS: u32 = 1024;
-/// `sizeof(Shared)` in `kernels/sampling/truncate.cuh`.
-const SHARED_BYTES: u32 = 64 * 1024;
+/// Blocks of a row in the sm_90 form: `TEAM` in `kernels/sampling/sm90_*.cu`.
+const TEAM: u32 = 8;
+
+/// `sizeof(Shared<C>)` in `kernels/sampling/truncate.cuh`.
+fn shared_bytes(form: Form) -> u32 {
+    match form {
+        Form::Sm80 => 64 << 10,
+        Form::Sm90 => 128 << 10,
+    }
+}
+
+/// The kernel of an op for these rows, and how to launch it.
+fn kernel(
+    forms: &Forms,
+    op: &str,
+    device: &CudaDevice,
+    dtype: DType,
+    rows: &Rows,
+) -> Result<(Kernel, LaunchConfig)> {
+    let form = cuda::form(device, rows.batch, TEAM as usize)?;
+    let (module, blocks) = match form {
+        Form::Sm80 => (forms.sm80, 1),
+        Form::Sm90 => (forms.sm90, TEAM),
+    };
+    let shared_mem_bytes = shared_bytes(form);
+    let name = format!("{op}_{}", dtype.as_str());
+    let kernel = module.kernel(device, &name, shared_mem_bytes)?;
+    let config = LaunchConfig {
+        grid_dim: (rows.batch as u32 * blocks, 1, 1),
+        block_dim: (THREADS, 1, 1),
+        shared_mem_bytes,
+    };
+    Ok((kernel, config))
+}
 
 /// `Request` in `kernels/sampling/truncate.cuh`.
 #[repr(C)]
@@ -152,19 +184,6 @@ fn row_and_column(layout: &Layout) -> (i64, i64) {
     }
 }
 
-fn one_block_a_row(rows: &Rows) -> LaunchConfig {
-    LaunchConfig {
-        grid_dim: (rows.batch as u32, 1, 1),
-        block_dim: (THREADS, 1, 1),
-        shared_mem_bytes: SHARED_BYTES,
-    }
-}
-
-/// The name of an op's kernel for these logits.
-fn kernel_name(op: &str, dtype: DType) -> String {
-    format!("{op}_{}", dtype.as_str())
-}
-
 pub(super) fn mask(
     storage: &CudaStorage,
     rows: &Rows,
@@ -179,16 +198,16 @@ pub(super) fn mask(
         // SAFETY: the kernel writes every element.
         let mut out = unsafe { device.alloc::<T>(rows.batch * rows.vocab)? };
         if rows.batch > 0 {
-            let name = kernel_name("mask", storage.dtype());
-            let Kernel { function, stream } = MASK.kernel(device, &name, SHARED_BYTES)?;
+            let (kernel, config) = kernel(&MASK, "mask", device, storage.dtype(), rows)?;
+            let Kernel { function, stream } = kernel;
             let mut addresses = Addresses::new(&stream);
             let request = addresses.request(storage, rows, &operand)?;
             let stride = rows.vocab as i64;
             let mut launch = stream.launch_builder(&function);
             launch.arg(&request).arg(&mut out).arg(&stride);
             // SAFETY: `Rows` has checked that every row lies in the logits, `Operand` that every
-            // packed row does, and `out` holds a dense row for each block.
-            unsafe { launch.launch(one_block_a_row(rows)) }.w()?;
+            // packed row does, and `out` holds a dense row for each team.
+            unsafe { launch.launch(config) }.w()?;
         }
         Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
     }
@@ -207,9 +226,9 @@ pub(super) fn mask_in_place(
     if rows.batch == 0 {
         return Ok(());
     }
-    let name = kernel_name("mask", storage.dtype());
-    let Kernel { function, stream } = MASK.kernel(&storage.device, &name, SHARED_BYTES)?;
     let dtype = storage.dtype();
+    let (kernel, config) = kernel(&MASK, "mask", &storage.device, dtype, rows)?;
+    let Kernel { function, stream } = kernel;
     let (address, _guard) = match &mut storage.slice {
         CudaStorageSlice::F32(slice) => slice.device_ptr_mut(&stream),
         CudaStorageSlice::F16(slice) => slice.device_ptr_mut(&stream),
@@ -222,9 +241,9 @@ pub(super) fn mask_in_place(
     let stride = rows.stride as i64;
     let mut launch = stream.launch_builder(&function);
     launch.arg(&request).arg(&logits).arg(&stride);
-    // SAFETY: as in `mask`; the rows are disjoint, and a block writes its row only after all of its
+    // SAFETY: as in `mask`; the rows are disjoint, and a team writes its row only after all of its
     // threads have read what they decide by.
-    unsafe { launch.launch(one_block_a_row(rows)) }.w()?;
+    unsafe { launch.launch(config) }.w()?;
     Ok(())
 }
 
@@ -244,17 +263,18 @@ pub(super) fn candidates(
         )
     };
     if rows.batch > 0 {
-        let name = kernel_name("candidates", storage.dtype());
-        let Kernel { function, stream } = CANDIDATES.kernel(device, &name, SHARED_BYTES)?;
+        let dtype = storage.dtype();
+        let (kernel, config) = kernel(&CANDIDATES, "candidates", device, dtype, rows)?;
+        let Kernel { function, stream } = kernel;
         let mut addresses = Addresses::new(&stream);
         let request = addresses.request(storage, rows, &operand)?;
         let capacity = capacity as i64;
         let mut launch = stream.launch_builder(&function);
         launch.arg(&request).arg(&mut ids).arg(&mut log_probs);
         launch.arg(&mut counts).arg(&capacity);
-        // SAFETY: as in `mask`; each block writes `capacity` ids and log-probabilities and one
+        // SAFETY: as in `mask`; each team writes `capacity` ids and log-probabilities and one
         // count.
-        unsafe { launch.launch(one_block_a_row(rows)) }.w()?;
+        unsafe { launch.launch(config) }.w()?;
     }
     Ok((
         CudaStorage::wrap_cuda_slice(ids, device.clone()),
@@ -280,8 +300,8 @@ fn launch_sample(
     if rows.batch == 0 {
         return Ok(());
     }
-    let name = kernel_name("sample", storage.dtype());
-    let Kernel { function, stream } = SAMPLE.kernel(storage.device(), &name, SHARED_BYTES)?;
+    let (kernel, config) = kernel(&SAMPLE, "sample", storage.device(), storage.dtype(), rows)?;
+    let Kernel { function, stream } = kernel;
     let mut addresses = Addresses::new(&stream);
     let request = addresses.request(storage, rows, operand)?;
     let draws = addresses.draws(draws)?;
@@ -299,8 +319,8 @@ fn launch_sample(
         .arg(&notes)
         .arg(&refused);
     // SAFETY: as in `mask`; `DrawOperand` has checked that there is a draw for every row, and `out`
-    // holds a token, and where noted a note, for each block.
-    unsafe { launch.launch(one_block_a_row(rows)) }.w()?;
+    // holds a token, and where noted a note, for each team.
+    unsafe { launch.launch(config) }.w()?;
     Ok(())
 }
 

@@ -277,8 +277,9 @@ impl Rows {
         if vocab > i32::MAX as usize - 64 {
             bail!("{op}: the vocabulary is {vocab}, at most 2^31 - 65 is supported")
         }
-        if batch > i32::MAX as usize {
-            bail!("{op}: the batch is {batch}, at most 2^31 - 1 is supported")
+        // A grid is as long, and a row may take eight blocks.
+        if batch > i32::MAX as usize / 8 {
+            bail!("{op}: the batch is {batch}, at most 2^28 - 1 is supported")
         }
         if last != 1 && vocab > 1 {
             bail!("{op}: the last dimension of the logits has stride {last}, it must be dense (stride 1); call contiguous() first")
