@@ -1,5 +1,6 @@
 // Reductions and scans over a block of kThreads threads. All threads call, all get the result.
-// Operands may be any type made of 4-byte words.
+// Operands may be any type made of 4-byte words. Not inlined: the driver compiles all of this when a
+// kernel is first loaded, and they are called many times.
 #pragma once
 
 #include <string.h>
@@ -49,7 +50,7 @@ __device__ __forceinline__ V warp_reduce(V v, Op op) {
 }
 
 template <class V, class Op>
-__device__ __forceinline__ V block_reduce(V v, Op op) {
+__device__ __noinline__ V block_reduce(V v, Op op) {
   __shared__ V parts[kWarps];
   v = warp_reduce(v, op);
   __syncthreads();  // An earlier call may still be reading.
@@ -60,7 +61,7 @@ __device__ __forceinline__ V block_reduce(V v, Op op) {
 
 // The sum over the threads before this one, and over all. `add` is exact, so any order serves.
 template <class V, class Add>
-__device__ __forceinline__ V block_exclusive_sum(V v, V zero, Add add, V* total) {
+__device__ __noinline__ V block_exclusive_sum(V v, V zero, Add add, V* total) {
   __shared__ V parts[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   V inclusive = v;

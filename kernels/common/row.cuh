@@ -68,6 +68,11 @@ struct Row {
       memcpy(&v, &raw, sizeof(v));
       return v;
     }
+    return load_edge(data, at, size);
+  }
+
+  // Few vectors need it, so it is kept out of the code of every pass.
+  static __device__ __noinline__ Vector<T> load_edge(const T* data, int at, int size) {
     Vector<T> v;
 #pragma unroll
     for (int w = 0; w < kWidth; w++) {
@@ -82,6 +87,7 @@ struct Row {
   // computes much more than it loads needs few, and f is expanded for each.
   template <int kDepth, class F>
   __device__ __forceinline__ void for_each(F f) const {
+#pragma unroll 1
     for (int base = begin + threadIdx.x; base < end; base += kDepth * blockDim.x) {
       Vector<T> v[kDepth];
 #pragma unroll

@@ -94,6 +94,10 @@ struct Softmax {
     return __float2ull_rz(weight(x) * 4611686018427387904.0f);
   }
 
+  // The same where speed matters less than the size of the code, which the driver compiles when
+  // it is first loaded.
+  __device__ __noinline__ u64 mass_of_few(float x) const { return mass(x); }
+
   // The log-probability of a logit in a set whose mass has this logarithm.
   __device__ __forceinline__ float log_weight(float x, double log_mass) const {
     if (max == CUDART_INF_F && x != max) return -CUDART_INF_F;

@@ -34,7 +34,7 @@ struct Team<1> {
 // What each member says, for all to read: values[r] is member r's. `op` combines them in the order
 // of ranks, so even a rounding one gives every member the same.
 template <int C, class V, class Op>
-__device__ __forceinline__ V team_combine(V v, Op op) {
+__device__ __noinline__ V team_combine(V v, Op op) {
   if constexpr (C == 1) {
     return v;
   } else {
@@ -43,7 +43,7 @@ __device__ __forceinline__ V team_combine(V v, Op op) {
     if (threadIdx.x == 0) said = v;
     Team<C>::sync();
     V all = *Team<C>::at(&said, 0);
-#pragma unroll
+#pragma unroll 1
     for (int r = 1; r < C; r++) all = op(all, *Team<C>::at(&said, r));
     return all;
   }
@@ -56,7 +56,7 @@ __device__ __forceinline__ V team_reduce(V v, Op op) {
 
 // The sum over the members before this one, and over all, of what each block says.
 template <int C, class V, class Add>
-__device__ __forceinline__ V team_exclusive_sum(V v, V zero, Add add, V* total) {
+__device__ __noinline__ V team_exclusive_sum(V v, V zero, Add add, V* total) {
   if constexpr (C == 1) {
     *total = v;
     return zero;
@@ -66,7 +66,7 @@ __device__ __forceinline__ V team_exclusive_sum(V v, V zero, Add add, V* total) 
     if (threadIdx.x == 0) said = v;
     Team<C>::sync();
     V before = zero, all = zero;
-#pragma unroll
+#pragma unroll 1
     for (int r = 0; r < C; r++) {
       if (r == Team<C>::rank()) before = all;
       all = add(all, *Team<C>::at(&said, r));

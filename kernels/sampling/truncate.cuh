@@ -121,7 +121,7 @@ struct AddSums {
 
 // The sum of a measure over the block.
 template <class M>
-__device__ __forceinline__ typename M::Sum block_sum(typename M::Sum v) {
+__device__ __noinline__ typename M::Sum block_sum(typename M::Sum v) {
   __shared__ typename M::Sum parts[kWarps];
   v = M::warp(v);
   __syncthreads();
@@ -157,6 +157,7 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
     if (threadIdx.x == 0) step.left = 0, step.low = ~0u, step.high = 0, step.slots = 0;
     __syncthreads();
     unsigned left = 0, least = ~0u, most = 0;
+#pragma unroll 1
     for (int i = threadIdx.x; i < n; i += kThreads) {
       unsigned key;
       if (key_at(i, &key) && key >= low && key <= high) {
@@ -173,6 +174,7 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
     if (low >= high) return {high, above};
 
     if (left <= 32) {
+#pragma unroll 1
       for (int i = threadIdx.x; i < n; i += kThreads) {
         unsigned key;
         if (key_at(i, &key) && key >= low && key <= high) step.index[atomicAdd(&step.slots, 1)] = i;
@@ -183,7 +185,7 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
       unsigned key = 0;
       Sum own = M::zero(), greater = M::zero(), equal = M::zero();
       if (mine) key_at(step.index[lane], &key), own = measure(step.index[lane]);
-#pragma unroll
+#pragma unroll 1
       for (int other = 0; other < 32; other++) {
         const unsigned its_key = __shfl_sync(~0u, key, other);
         const Sum its = shuffle(own, other);
@@ -200,6 +202,7 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
     const unsigned p1 = low + width / 4, p2 = low + width / 2, p3 = high - 1 - width / 4;
     // The measures of (p3, high], (p2, p3] and (p1, p2].
     Sum sums[3] = {M::zero(), M::zero(), M::zero()};
+#pragma unroll 1
     for (int i = threadIdx.x; i < n; i += kThreads) {
       unsigned key;
       if (key_at(i, &key) && key > p1 && key <= high) {
@@ -290,16 +293,19 @@ struct Kept {
   __device__ void count_and_mass(unsigned* count, Mass* mass) const {
     Mass sum = {0, 0};
     unsigned members = 0;
-    auto take = [&](float x, int position) {
-      if (holds(x, position)) sum = sum + Mass{softmax.mass(x), 0}, members++;
-    };
     if (on_chip()) {
+#pragma unroll 1
       for (int i = threadIdx.x; i < gathered; i += kThreads) {
-        take(value_of(shared.gathered.keys[i]), shared.gathered.positions[i]);
+        const unsigned key = shared.gathered.keys[i];
+        if (holds(value_of(key), shared.gathered.positions[i])) {
+          sum = sum + measure<Weight>(key), members++;
+        }
       }
       *mass = block_sum<Weight>(sum), *count = block_sum<Count>(members);
     } else {
-      row.template for_each<1>(take);
+      row.template for_each<1>([&](float x, int position) {
+        if (holds(x, position)) sum = sum + Mass{softmax.mass(x), 0}, members++;
+      });
       *mass = team_combine<C>(block_sum<Weight>(sum), AddSums());
       *count = team_combine<C>(block_sum<Count>(members), AddSums());
     }
@@ -361,6 +367,7 @@ struct Kept {
       for (int r = 0; r < C; r++) {
         const Elements* slice = Team<C>::at(&shared.slice, r);
         const unsigned count = *Team<C>::at(slots, r);
+#pragma unroll 1
         for (unsigned i = threadIdx.x; i < count; i += kThreads) {
           shared.gathered.keys[place + i] = slice->keys[i];
           shared.gathered.positions[place + i] = slice->positions[i];
@@ -436,6 +443,7 @@ struct Kept {
       bool hit = low <= from;
       if (!hit) {
         Sum sum = M::zero();
+#pragma unroll 1
         for (int i = threadIdx.x; i < gathered; i += kThreads) {
           const unsigned key = shared.gathered.keys[i];
           if (key >= from && key <= to) sum = sum + measure<M>(key);
@@ -477,6 +485,7 @@ struct Kept {
       const int shift = max(0, 21 - __clz((to - from) | 1));  // 2048 bins at most
       Histogram& histogram = shared.histogram;
       __syncthreads();
+#pragma unroll 1
       for (int i = threadIdx.x; i < kBins; i += kThreads) {
         histogram.counts[i] = histogram.mass0[i] = histogram.mass1[i] = histogram.mass2[i] = 0;
       }
@@ -491,7 +500,7 @@ struct Kept {
       const Sum own[2] = {tallied<M>(upper), tallied<M>(lower)};
       Sum total;
       Sum before = above + block_exclusive_sum(own[0] + own[1], M::zero(), AddSums(), &total);
-#pragma unroll
+#pragma unroll 1
       for (int i = 0; i < 2; i++) {
         const Sum after = before + own[i];
         if (before < target && !(after < target)) {
@@ -531,6 +540,7 @@ struct Kept {
   __device__ Mass mass_above(unsigned key) const {
     Mass sum = {0, 0};
     if (high == ~0u && gathered && key >= low) {
+#pragma unroll 1
       for (int i = threadIdx.x; i < gathered; i += kThreads) {
         const unsigned its = shared.gathered.keys[i];
         if (its > key) sum = sum + measure<Weight>(its);
@@ -546,7 +556,7 @@ struct Kept {
   // Cuts to the nucleus. Before, `ties` elements at the cut's key are kept, or it is exclusive.
   __device__ void top_p(int joint, unsigned* ties) {
     const bool limited = *ties > 0;
-    const u64 each = limited ? softmax.mass(value_of(cut_key)) : 0;
+    const u64 each = limited ? softmax.mass_of_few(value_of(cut_key)) : 0;
     const Mass above = limited ? mass_above(cut_key) : Mass{0, 0};
     Mass kept = above + times(each, *ties);
     const Mass whole = limited && !joint ? kept : mass_above(kNegInfinityKey);
@@ -559,11 +569,11 @@ struct Kept {
     }
     const Found<Weight> found = locate<Weight>(cut_key + 1, best_key, Mass{0, 0}, target);
     cut_key = found.key;
-    *ties = ties_for(target - found.above, softmax.mass(value_of(found.key)));
+    *ties = ties_for(target - found.above, softmax.mass_of_few(value_of(found.key)));
   }
 
   // The least count of elements of mass `each` that reaches `rest`; it exists below 2^32.
-  static __device__ unsigned ties_for(Mass rest, u64 each) {
+  static __device__ __noinline__ unsigned ties_for(Mass rest, u64 each) {
     unsigned low = 1, high = ~0u;
     while (low < high) {
       const unsigned middle = low + (high - low) / 2;
@@ -607,6 +617,7 @@ struct Kept {
     unsigned before = 0, total;
     if constexpr (C > 1) {
       unsigned own = 0;
+#pragma unroll 1
       for (int j = row.begin + threadIdx.x; j < row.end; j += kThreads) own += ties(row.load(j));
       own = block_sum<Count>(own);
       before = team_exclusive_sum<C>(own, 0u, AddSums(), &total);
@@ -614,6 +625,7 @@ struct Kept {
       if (!(before < nth && nth <= before + own)) before = nth;  // another member's
     }
     // Tile by tile in the order of positions.
+#pragma unroll 1
     for (int base = row.begin; base < row.end && before < nth; base += kThreads) {
       const int j = base + threadIdx.x;
       unsigned count = 0;
@@ -637,7 +649,7 @@ template <class T, int C>
 template <class M>
 __device__ __forceinline__ typename M::Sum Kept<T, C>::measure(unsigned key) const {
   if constexpr (sizeof(typename M::Sum) == sizeof(unsigned)) return 1u;
-  else return Mass{softmax.mass(value_of(key)), 0};
+  else return Mass{softmax.mass_of_few(value_of(key)), 0};
 }
 
 template <class T, int C>
@@ -659,7 +671,7 @@ template <class T, int C>
 template <class M>
 __device__ __forceinline__ typename M::Sum Kept<T, C>::tallied(int bin) const {
   typename M::Sum sum = M::zero();
-#pragma unroll
+#pragma unroll 1
   for (int r = 0; r < C; r++) {
     const Histogram& h = *Team<C>::at(&shared.histogram, r);
     if constexpr (sizeof(sum) == sizeof(unsigned)) sum = sum + h.counts[bin];
@@ -667,16 +679,3 @@ __device__ __forceinline__ typename M::Sum Kept<T, C>::tallied(int bin) const {
   }
   return sum;
 }
-
-// Blocks of a team: `sm90_*.cu` compile the same kernels for a cluster.
-#ifndef TEAM
-#define TEAM 1
-#endif
-#if TEAM == 1
-#define CLUSTER
-#else
-#define CLUSTER __cluster_dims__(TEAM, 1, 1)
-#endif
-
-// `name`_f32, `name`_f16 and `name`_bf16: one team a row.
-#define FOR_EACH_DTYPE(M) M(f32, float) M(f16, __half) M(bf16, __nv_bfloat16)

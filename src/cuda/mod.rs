@@ -1,14 +1,15 @@
 //! All that touches the driver: the kernels' modules and their loading.
 //!
-//! Kernels are loaded when they are first used, which takes the driver some tenths of a second and
-//! cannot happen while a CUDA graph is captured. [`preload`] does it ahead of time.
+//! Kernels are loaded when they are first used. The driver then compiles them, which takes it a
+//! second or two, and keeps the result on disk for later processes; and a kernel cannot be loaded
+//! while a CUDA graph is captured. [`preload`] loads them ahead of time.
 
 use candle_core::cuda_backend::cudarc::driver::sys::{
     CUdevice_attribute_enum as Attribute, CUfunction_attribute_enum as FunctionAttribute,
 };
 use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaStream};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
-use candle_core::{bail, Device, Result};
+use candle_core::{bail, DType, Device, Result};
 use std::cell::Cell;
 use std::sync::Arc;
 
@@ -24,35 +25,96 @@ pub(crate) struct Module {
 }
 
 macro_rules! module {
-    ($name:literal, $ptx:expr) => {
+    ($ptx:ident) => {
         Module {
             // Unique among crates and versions, so that no other module is taken for ours.
-            name: concat!("candle-topk/", env!("CARGO_PKG_VERSION"), "/", $name),
-            ptx: $ptx,
+            name: concat!(
+                "candle-topk/",
+                env!("CARGO_PKG_VERSION"),
+                "/",
+                stringify!($ptx)
+            ),
+            ptx: ptx::$ptx,
         }
     };
 }
 
-/// The same kernels in both forms.
+/// One kernel in all its files: for F32, F16 and BF16 logits, each in both forms. A file a dtype:
+/// the driver compiles a whole file when it first loads it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Forms {
-    pub sm80: Module,
-    pub sm90: Module,
+pub(crate) struct Family {
+    name: &'static str,
+    sm80: [Module; 3],
+    sm90: [Module; 3],
 }
 
-pub(crate) const MASK: Forms = Forms {
-    sm80: module!("sampling/mask", ptx::MASK),
-    sm90: module!("sampling/sm90_mask", ptx::SM90_MASK),
+pub(crate) const MASK: Family = Family {
+    name: "mask",
+    sm80: [
+        module!(SM80_F32_MASK),
+        module!(SM80_F16_MASK),
+        module!(SM80_BF16_MASK),
+    ],
+    sm90: [
+        module!(SM90_F32_MASK),
+        module!(SM90_F16_MASK),
+        module!(SM90_BF16_MASK),
+    ],
 };
-pub(crate) const CANDIDATES: Forms = Forms {
-    sm80: module!("sampling/candidates", ptx::CANDIDATES),
-    sm90: module!("sampling/sm90_candidates", ptx::SM90_CANDIDATES),
+pub(crate) const CANDIDATES: Family = Family {
+    name: "candidates",
+    sm80: [
+        module!(SM80_F32_CANDIDATES),
+        module!(SM80_F16_CANDIDATES),
+        module!(SM80_BF16_CANDIDATES),
+    ],
+    sm90: [
+        module!(SM90_F32_CANDIDATES),
+        module!(SM90_F16_CANDIDATES),
+        module!(SM90_BF16_CANDIDATES),
+    ],
 };
-pub(crate) const SAMPLE: Forms = Forms {
-    sm80: module!("sampling/sample", ptx::SAMPLE),
-    sm90: module!("sampling/sm90_sample", ptx::SM90_SAMPLE),
+pub(crate) const SAMPLE: Family = Family {
+    name: "sample",
+    sm80: [
+        module!(SM80_F32_SAMPLE),
+        module!(SM80_F16_SAMPLE),
+        module!(SM80_BF16_SAMPLE),
+    ],
+    sm90: [
+        module!(SM90_F32_SAMPLE),
+        module!(SM90_F16_SAMPLE),
+        module!(SM90_BF16_SAMPLE),
+    ],
 };
-pub(crate) const REPEAT_PENALTY: Module = module!("sampling/repeat_penalty", ptx::REPEAT_PENALTY);
+pub(crate) const REPEAT_PENALTY: Module = module!(REPEAT_PENALTY);
+
+impl Family {
+    /// The kernel for this dtype in this form, with this much dynamic shared memory allowed.
+    pub fn kernel(
+        &self,
+        device: &CudaDevice,
+        dtype: DType,
+        form: Form,
+        shared_bytes: u32,
+    ) -> Result<Kernel> {
+        let modules = match form {
+            Form::Sm80 => self.sm80,
+            Form::Sm90 => self.sm90,
+        };
+        let [f32, f16, bf16] = modules;
+        let module = match dtype {
+            DType::F32 => f32,
+            DType::F16 => f16,
+            DType::BF16 => bf16,
+            _ => bail!(
+                "{}: logits are {dtype:?}, F32, F16 or BF16 is needed",
+                self.name
+            ),
+        };
+        module.kernel(device, self.name, shared_bytes)
+    }
+}
 
 /// A form that kernels are compiled in. Results do not depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -127,11 +189,12 @@ impl Module {
     }
 }
 
-/// Loads all kernels of this crate onto a CUDA device.
+/// Loads the kernels for logits of this dtype (F32, F16 or BF16) onto a CUDA device.
 ///
 /// # Errors
-/// For a device that is not CUDA, or one that the driver cannot load the kernels on.
-pub fn preload(device: &Device) -> Result<()> {
+/// For a device that is not CUDA, another dtype, or a device that the driver cannot load the
+/// kernels on.
+pub fn preload(device: &Device, dtype: DType) -> Result<()> {
     let Device::Cuda(device) = device else {
         bail!(
             "preload: the device is {:?}, a CUDA device is needed",
@@ -139,14 +202,10 @@ pub fn preload(device: &Device) -> Result<()> {
         )
     };
     let sm90 = form(device, 1, 1)? == Form::Sm90;
-    for (forms, name) in [
-        (MASK, "mask_f32"),
-        (CANDIDATES, "candidates_f32"),
-        (SAMPLE, "sample_f32"),
-    ] {
-        forms.sm80.kernel(device, name, 0)?;
+    for family in [MASK, CANDIDATES, SAMPLE] {
+        family.kernel(device, dtype, Form::Sm80, 0)?;
         if sm90 {
-            forms.sm90.kernel(device, name, 0)?;
+            family.kernel(device, dtype, Form::Sm90, 0)?;
         }
     }
     REPEAT_PENALTY.kernel(device, "repeat_penalty", 0)?;

@@ -3,7 +3,7 @@
 use super::cpu::Drawn;
 use super::sample::DrawOperand;
 use super::truncation::{Operand, Rows, Truncation};
-use crate::cuda::{self, Form, Forms, Kernel, CANDIDATES, MASK, REPEAT_PENALTY, SAMPLE};
+use crate::cuda::{self, Family, Form, Kernel, CANDIDATES, MASK, REPEAT_PENALTY, SAMPLE};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
@@ -15,7 +15,7 @@ use half::{bf16, f16};
 
 /// Threads of a block: `kThreads` in `kernels/common/block.cuh`.
 const THREADS: u32 = 1024;
-/// Blocks of a row in the sm_90 form: `TEAM` in `kernels/sampling/sm90_*.cu`.
+/// Blocks of a row in the sm_90 form, as in `kernels/sampling/sm90_*.cu`.
 const TEAM: u32 = 8;
 
 /// `sizeof(Shared<C>)` in `kernels/sampling/truncate.cuh`.
@@ -28,20 +28,18 @@ fn shared_bytes(form: Form) -> u32 {
 
 /// The kernel of an op for these rows, and how to launch it.
 fn kernel(
-    forms: &Forms,
-    op: &str,
+    family: &Family,
     device: &CudaDevice,
     dtype: DType,
     rows: &Rows,
 ) -> Result<(Kernel, LaunchConfig)> {
     let form = cuda::form(device, rows.batch, TEAM as usize)?;
-    let (module, blocks) = match form {
-        Form::Sm80 => (forms.sm80, 1),
-        Form::Sm90 => (forms.sm90, TEAM),
-    };
     let shared_mem_bytes = shared_bytes(form);
-    let name = format!("{op}_{}", dtype.as_str());
-    let kernel = module.kernel(device, &name, shared_mem_bytes)?;
+    let kernel = family.kernel(device, dtype, form, shared_mem_bytes)?;
+    let blocks = match form {
+        Form::Sm80 => 1,
+        Form::Sm90 => TEAM,
+    };
     let config = LaunchConfig {
         grid_dim: (rows.batch as u32 * blocks, 1, 1),
         block_dim: (THREADS, 1, 1),
@@ -67,7 +65,7 @@ struct Request {
 // SAFETY: plain old data, laid out as the kernels' struct of the same name.
 unsafe impl DeviceRepr for Request {}
 
-/// `DrawSource` in `kernels/sampling/sample.cu`.
+/// `DrawSource` in `kernels/sampling/sample.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct DrawSource {
@@ -198,7 +196,7 @@ pub(super) fn mask(
         // SAFETY: the kernel writes every element.
         let mut out = unsafe { device.alloc::<T>(rows.batch * rows.vocab)? };
         if rows.batch > 0 {
-            let (kernel, config) = kernel(&MASK, "mask", device, storage.dtype(), rows)?;
+            let (kernel, config) = kernel(&MASK, device, storage.dtype(), rows)?;
             let Kernel { function, stream } = kernel;
             let mut addresses = Addresses::new(&stream);
             let request = addresses.request(storage, rows, &operand)?;
@@ -227,7 +225,7 @@ pub(super) fn mask_in_place(
         return Ok(());
     }
     let dtype = storage.dtype();
-    let (kernel, config) = kernel(&MASK, "mask", &storage.device, dtype, rows)?;
+    let (kernel, config) = kernel(&MASK, &storage.device, dtype, rows)?;
     let Kernel { function, stream } = kernel;
     let (address, _guard) = match &mut storage.slice {
         CudaStorageSlice::F32(slice) => slice.device_ptr_mut(&stream),
@@ -264,7 +262,7 @@ pub(super) fn candidates(
     };
     if rows.batch > 0 {
         let dtype = storage.dtype();
-        let (kernel, config) = kernel(&CANDIDATES, "candidates", device, dtype, rows)?;
+        let (kernel, config) = kernel(&CANDIDATES, device, dtype, rows)?;
         let Kernel { function, stream } = kernel;
         let mut addresses = Addresses::new(&stream);
         let request = addresses.request(storage, rows, &operand)?;
@@ -300,7 +298,7 @@ fn launch_sample(
     if rows.batch == 0 {
         return Ok(());
     }
-    let (kernel, config) = kernel(&SAMPLE, "sample", storage.device(), storage.dtype(), rows)?;
+    let (kernel, config) = kernel(&SAMPLE, storage.device(), storage.dtype(), rows)?;
     let Kernel { function, stream } = kernel;
     let mut addresses = Addresses::new(&stream);
     let request = addresses.request(storage, rows, operand)?;

@@ -1,5 +1,7 @@
 // Logits with everything outside the kept set at -inf. Survivors keep their bits. In place where
 // `out` is the logits: nothing is written before the cut is known.
+#pragma once
+
 #include "truncate.cuh"
 
 template <class T, int C>
@@ -11,6 +13,7 @@ __device__ void mask(const Request& request, T* out, long long out_stride) {
   out += kept.row_index() * out_stride;
   const bool aligned = (size_t)out % 16 / sizeof(T) == row.shift;
   const T dropped = from_bits<T>(Bits<T>::kNegInfinity);
+#pragma unroll 1
   for (int j = row.begin + threadIdx.x; j < row.end; j += kThreads) {
     const int first = row.first(j);
     Vector<T> v = row.load(j);
@@ -30,10 +33,3 @@ __device__ void mask(const Request& request, T* out, long long out_stride) {
     }
   }
 }
-
-#define KERNEL(name, T)                                                                       \
-  extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)                              \
-      mask_##name(const Request request, T* out, long long out_stride) {                      \
-    mask<T, TEAM>(request, out, out_stride);                                                  \
-  }
-FOR_EACH_DTYPE(KERNEL)

@@ -3,6 +3,8 @@
 // Where the kept set is on chip, the pivot search that truncates also inverts: over ids, by mass.
 // Otherwise the row is summed in segments of consecutive ids, and the segment that the draw falls
 // into is scanned.
+#pragma once
+
 #include "truncate.cuh"
 
 // Where the draws come from: `DrawSource` in src/sampling/cuda.rs.
@@ -38,7 +40,7 @@ __device__ unsigned invert_on_chip(const Kept<T, C>& kept, u64 draw) {
         *key = ~elements.positions[i];
         return kept.holds(value_of(elements.keys[i]), elements.positions[i]);
       },
-      [&](int i) { return Mass{kept.softmax.mass(value_of(elements.keys[i])), 0}; });
+      [&](int i) { return Mass{kept.softmax.mass_of_few(value_of(elements.keys[i])), 0}; });
   return ~found.key;
 }
 
@@ -60,9 +62,11 @@ __device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw) {
   const int lane = threadIdx.x % 32;
   Mass own = {0, 0};
   __syncthreads();
+#pragma unroll 1
   for (int s = threadIdx.x / 32; s < kSegments; s += kWarps) {
     const int begin = row.begin + s * length, end = min(begin + length, row.end);
     Mass mass = {0, 0};
+#pragma unroll 1
     for (int j = begin + lane; j < end; j += 32) mass = mass + mass_of(row.load(j), row.first(j));
     mass = warp_sum(mass);
     if (lane == 0) segments[s] = mass, own = own + mass;
@@ -87,6 +91,7 @@ __device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw) {
   __syncthreads();
   point = at.rest;
   const int begin = row.begin + at.segment * length, end = min(begin + length, row.end);
+#pragma unroll 1
   for (int base = begin; base < end; base += kThreads) {
     const int j = base + threadIdx.x;
     Vector<T> v;
@@ -100,7 +105,7 @@ __device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw) {
       for (int w = 0; w < Row<T>::kWidth; w++) {
         const float x = widen(v.at[w]);
         if (token < 0 && kept.holds(x, row.first(j) + w)) {
-          before = before + Mass{kept.softmax.mass(x), 0};
+          before = before + Mass{kept.softmax.mass_of_few(x), 0};
           if (point < before) token = row.first(j) + w;
         }
       }
@@ -140,11 +145,3 @@ __device__ void sample(const Request& request, const DrawSource& draws, unsigned
   }
   Team<C>::sync();  // No member may end while its memory is read.
 }
-
-#define KERNEL(name, T)                                                                       \
-  extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)                              \
-      sample_##name(const Request request, const DrawSource draws, unsigned* tokens,          \
-                    unsigned* notes, unsigned refused) {                                      \
-    sample<T, TEAM>(request, draws, tokens, notes, refused);                                  \
-  }
-FOR_EACH_DTYPE(KERNEL)

@@ -1,5 +1,7 @@
 // The kept set itself: ids in ascending order, log-probabilities, and its true size. The row is
 // walked in tiles in the order of ids; a scan gives each survivor its place.
+#pragma once
+
 #include "truncate.cuh"
 
 template <class T, int C>
@@ -14,6 +16,7 @@ __device__ void candidates(const Request& request, unsigned* ids, float* log_pro
   Mass mass;
   kept.count_and_mass(&size, &mass);
   if (threadIdx.x == 0 && Team<C>::rank() == 0) counts[kept.row_index()] = size;
+#pragma unroll 1
   for (long long i = size + Team<C>::rank() * kThreads + threadIdx.x; i < capacity; i += C * kThreads) {
     ids[i] = ~0u, log_probs[i] = -CUDART_INF_F;
   }
@@ -27,6 +30,7 @@ __device__ void candidates(const Request& request, unsigned* ids, float* log_pro
   unsigned before = 0, total;
   if constexpr (C > 1) {
     unsigned own = 0;
+#pragma unroll 1
     for (int j = row.begin + threadIdx.x; j < row.end; j += kThreads) {
       own += members(row.load(j), row.first(j));
     }
@@ -34,6 +38,7 @@ __device__ void candidates(const Request& request, unsigned* ids, float* log_pro
   }
   const unsigned wanted = size < capacity ? size : (unsigned)capacity;
   const double log_mass = log(raw_double(mass) / 4611686018427387904.0);
+#pragma unroll 1
   for (int base = row.begin; base < row.end && before < wanted; base += kThreads) {
     const int j = base + threadIdx.x;
     Vector<T> v;
@@ -55,11 +60,3 @@ __device__ void candidates(const Request& request, unsigned* ids, float* log_pro
   }
   Team<C>::sync();  // No member may end while its memory is read.
 }
-
-#define KERNEL(name, T)                                                                       \
-  extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, 1)                              \
-      candidates_##name(const Request request, unsigned* ids, float* log_probs,               \
-                        unsigned* counts, long long capacity) {                               \
-    candidates<T, TEAM>(request, ids, log_probs, counts, capacity);                           \
-  }
-FOR_EACH_DTYPE(KERNEL)

@@ -1,4 +1,0 @@
-// The kernels of candidates.cu for a cluster of eight blocks a row: for batches that leave most of the
-// device idle.
-#define TEAM 8
-#include "candidates.cu"
