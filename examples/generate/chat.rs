@@ -202,7 +202,7 @@ mod tests {
              {{ ns.last }}|{{ 'a</t>b\n'.split('</t>')[-1].rstrip('\n') }}|{{ 'a\n'.lstrip('\n') | trim }}\
              |{{ tools is defined }}|{{ messages[0]['role'] == 'user' }}",
         );
-        assert_eq!(chat.render(None, "hi").unwrap(), "0|b|a|false|true");
+        assert_eq!(chat.render(None, "hi").unwrap(), "0|b|a|False|True");
     }
 
     #[test]
