@@ -106,6 +106,10 @@ struct Args {
     #[arg(long, value_parser = ["f32", "f16", "bf16"])]
     dtype: Option<String>,
 
+    /// Run the weights of a Gemma 3 GGUF file unquantized, in --dtype [default: f32]
+    #[arg(long)]
+    dequantize: bool,
+
     /// Run both samplers on the same prompt and seed, and the model without any
     #[arg(long, conflicts_with = "sampler")]
     compare: bool,
@@ -209,7 +213,10 @@ fn device(cpu: bool) -> Result<(Device, String)> {
 
 fn run(args: &Args) -> Result<()> {
     let settings = args.settings();
-    let dtype = args.dtype()?;
+    let format = model::Format {
+        dtype: args.dtype()?,
+        dequantize: args.dequantize,
+    };
     let files = source::find(&source::Request {
         model: Some(&args.model),
         revision: args.revision.as_deref(),
@@ -217,7 +224,7 @@ fn run(args: &Args) -> Result<()> {
     })?;
     let (device, gpu) = device(args.cpu)?;
     let started = std::time::Instant::now();
-    let loaded = model::load(&files, args.tokenizer_file.as_deref(), dtype, &device)?;
+    let loaded = model::load(&files, args.tokenizer_file.as_deref(), format, &device)?;
     eprintln!(
         "loaded {} on {gpu} in {:.1} s",
         files.name,

@@ -1,5 +1,6 @@
 //! Candle's models behind one face: tokens and a position in, the last token's logits out.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::path::Path;
 
@@ -91,11 +92,20 @@ impl Model {
     }
 }
 
-/// Loads a model and its tokenizer. `dtype` is for safetensors; a GGUF file has its own.
+/// How to hold the weights.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Format {
+    /// The type of weights that aren't quantized; a quantized GGUF file has its own.
+    pub dtype: Option<DType>,
+    /// Whether a GGUF file's weights are made into such.
+    pub dequantize: bool,
+}
+
+/// Loads a model and its tokenizer.
 pub fn load(
     files: &ModelFiles,
     tokenizer_file: Option<&Path>,
-    dtype: Option<DType>,
+    format: Format,
     device: &Device,
 ) -> Result<Loaded> {
     let generation_config = match files.beside("generation_config.json") {
@@ -147,7 +157,7 @@ pub fn load(
                     *token = tokenizer::special_token_of_gguf(&content, name);
                 }
             }
-            let model = load_gguf(content, &mut file, device)
+            let model = load_gguf(content, &mut file, format, device)
                 .with_context(|| format!("cannot load {}", path.display()))?;
             (model, tokenizer)
         }
@@ -163,7 +173,7 @@ pub fn load(
                 "there is no tokenizer.json beside the weights: name one with --tokenizer-file",
             )?;
             let tokenizer = tokenizer::from_json(&tokenizer_file)?;
-            let model = load_safetensors(config, paths, dtype, device)?;
+            let model = load_safetensors(config, paths, format.dtype, device)?;
             (model, tokenizer)
         }
     };
@@ -175,7 +185,7 @@ pub fn load(
     })
 }
 
-fn load_gguf(content: Content, file: &mut File, device: &Device) -> Result<Model> {
+fn load_gguf(content: Content, file: &mut File, format: Format, device: &Device) -> Result<Model> {
     let architecture = match content.metadata.get("general.architecture") {
         Some(Value::String(name)) => name.clone(),
         _ => bail!("the file names no architecture"),
@@ -185,6 +195,10 @@ fn load_gguf(content: Content, file: &mut File, device: &Device) -> Result<Model
         .get(&format!("{architecture}.context_length"))
         .and_then(tokenizer::to_id)
         .map_or(usize::MAX, |n| n as usize);
+    ensure!(
+        architecture == "gemma3" || !format.dequantize,
+        "its architecture is {architecture:?}, --dequantize accepts gemma3"
+    );
     let (network, limit) = match architecture.as_str() {
         "llama" => (
             Network::QuantizedLlama(quantized_llama::ModelWeights::from_gguf(
@@ -204,12 +218,22 @@ fn load_gguf(content: Content, file: &mut File, device: &Device) -> Result<Model
             )?),
             trained,
         ),
-        "gemma3" => (
-            Network::QuantizedGemma3(quantized_gemma3::ModelWeights::from_gguf(
-                content, file, device,
-            )?),
-            quantized_gemma3::MAX_SEQ_LEN,
-        ),
+        "gemma3" if format.dequantize => {
+            let dtype = format.dtype.unwrap_or(DType::F32);
+            return dequantized_gemma3(&content, file, dtype, device);
+        }
+        "gemma3" => {
+            eprintln!(
+                "note: Candle's quantized Gemma 3 has SiLU where the model has GELU, and its text \
+                 suffers: --dequantize takes Candle's other Gemma 3"
+            );
+            (
+                Network::QuantizedGemma3(quantized_gemma3::ModelWeights::from_gguf(
+                    content, file, device,
+                )?),
+                quantized_gemma3::MAX_SEQ_LEN,
+            )
+        }
         other => {
             bail!("its architecture is {other:?}, accepted are llama, qwen2, qwen3 and gemma3")
         }
@@ -218,6 +242,87 @@ fn load_gguf(content: Content, file: &mut File, device: &Device) -> Result<Model
         network,
         device: device.clone(),
         context: trained.min(limit),
+    })
+}
+
+/// A GGUF file's Gemma 3 through Candle's unquantized model, whose names and conventions are
+/// Hugging Face's.
+fn dequantized_gemma3(
+    content: &Content,
+    file: &mut File,
+    dtype: DType,
+    device: &Device,
+) -> Result<Model> {
+    const OF_THE_MODEL: [(&str, &str); 2] =
+        [("token_embd", "embed_tokens"), ("output_norm", "norm")];
+    const OF_A_LAYER: [(&str, &str); 13] = [
+        ("attn_norm", "input_layernorm"),
+        ("attn_q", "self_attn.q_proj"),
+        ("attn_k", "self_attn.k_proj"),
+        ("attn_v", "self_attn.v_proj"),
+        ("attn_output", "self_attn.o_proj"),
+        ("attn_q_norm", "self_attn.q_norm"),
+        ("attn_k_norm", "self_attn.k_norm"),
+        ("post_attention_norm", "post_attention_layernorm"),
+        ("ffn_norm", "pre_feedforward_layernorm"),
+        ("ffn_gate", "mlp.gate_proj"),
+        ("ffn_up", "mlp.up_proj"),
+        ("ffn_down", "mlp.down_proj"),
+        ("post_ffw_norm", "post_feedforward_layernorm"),
+    ];
+    let size = |name: &str| -> Result<u32> {
+        let key = format!("gemma3.{name}");
+        let value = content.metadata.get(&key).and_then(tokenizer::to_id);
+        value.with_context(|| format!("it has no number {key:?}"))
+    };
+    let number = |name: &str| match content.metadata.get(&format!("gemma3.{name}")) {
+        Some(Value::F32(value)) => json!(value),
+        _ => Json::Null,
+    };
+    let layers = size("block_count")?;
+
+    let of_the_model = OF_THE_MODEL.map(|(from, to)| (from.to_string(), format!("model.{to}")));
+    let of_the_layers = (0..layers).flat_map(|layer| {
+        OF_A_LAYER.map(|(from, to)| {
+            (
+                format!("blk.{layer}.{from}"),
+                format!("model.layers.{layer}.{to}"),
+            )
+        })
+    });
+    let mut tensors = HashMap::new();
+    let mut vocab = 0;
+    for (from, to) in of_the_model.into_iter().chain(of_the_layers) {
+        let quantized = content.tensor(file, &format!("{from}.weight"), device)?;
+        let mut tensor = quantized.dequantize(device)?;
+        if from == "token_embd" {
+            vocab = tensor.dim(0)?;
+        }
+        // GGUF files hold the factor itself, Hugging Face's weights what it exceeds 1 by.
+        if from.ends_with("norm") {
+            tensor = (tensor - 1.0)?;
+        }
+        tensors.insert(format!("{to}.weight"), tensor.to_dtype(dtype)?);
+    }
+    let config = json!({
+        "vocab_size": vocab,
+        "hidden_size": size("embedding_length")?,
+        "intermediate_size": size("feed_forward_length")?,
+        "num_hidden_layers": layers,
+        "num_attention_heads": size("attention.head_count")?,
+        "num_key_value_heads": size("attention.head_count_kv")?,
+        "head_dim": size("attention.key_length")?,
+        "sliding_window": size("attention.sliding_window")?,
+        "max_position_embeddings": size("context_length")?,
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": number("rope.freq_base"),
+    });
+    let config = serde_json::from_value(normalize(config, Architecture::Gemma3))?;
+    let vb = VarBuilder::from_tensors(tensors, dtype, device);
+    Ok(Model {
+        network: Network::Gemma3(gemma3::Model::new(false, &config, vb)?),
+        device: device.clone(),
+        context: size("context_length")? as usize,
     })
 }
 
@@ -475,8 +580,6 @@ fn check_llama(config: &Json, tensors: &MmapedSafetensors) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashMap;
-
     use super::*;
     use crate::source::{self, tests::TestFolder, Request};
 
@@ -540,7 +643,7 @@ mod tests {
             model: folder.path().to_str(),
             ..Request::default()
         })?;
-        load(&files, None, None, &Device::Cpu)
+        load(&files, None, Format::default(), &Device::Cpu)
     }
 
     /// A model fed at once, token by token, and after a reset gives the same logits.
