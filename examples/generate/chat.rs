@@ -14,8 +14,8 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Takes `chat_template` of a `tokenizer_config.json`: a string, or a list of named templates, of which the one
-    /// called "default" is for talking.
+    /// Takes `chat_template` of a `tokenizer_config.json`: a string, or a list of named templates,
+    /// of which the one called "default" is for talking.
     pub fn source_of_config(config: &serde_json::Value) -> Option<String> {
         let template = &config["chat_template"];
         if let Some(source) = template.as_str() {
@@ -39,7 +39,8 @@ impl ChatTemplate {
             .collect();
 
         let mut env = Environment::new();
-        // Hugging Face renders templates with these two on, and with the methods of Python's strings and lists.
+        // Hugging Face renders templates with these two on, and with the methods of Python's
+        // strings and lists.
         let syntax = SyntaxConfig::builder()
             .trim_blocks(true)
             .lstrip_blocks(true)
@@ -170,9 +171,8 @@ mod tests {
     #[test]
     fn a_template_sees_the_messages_and_the_tokens() {
         let chat = template(
-            "{{ bos_token }}\
-             {% for m in messages %}[{{ m.role }}|{{ m['content'].strip() }}]{{ eos_token }}{% endfor %}\
-             {% if add_generation_prompt %}[assistant|{% endif %}",
+            "{{ bos_token }}{% for m in messages %}[{{ m.role }}|{{ m['content'].strip() }}]{{ \
+             eos_token }}{% endfor %}{% if add_generation_prompt %}[assistant|{% endif %}",
         );
         assert_eq!(
             chat.render(None, " hi ").unwrap(),
@@ -186,7 +186,10 @@ mod tests {
 
     #[test]
     fn blocks_leave_no_lines_behind() {
-        let chat = template("{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}\n");
+        let chat = template(
+            "{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n\
+             {% endfor %}\n",
+        );
         assert_eq!(chat.render(None, "hi").unwrap(), "hi\n");
     }
 
@@ -199,8 +202,8 @@ mod tests {
              {%- if m.content is string and not m.content.startswith('<x>') -%}\
              {%- set ns.last = messages|length - 1 - loop.index0 -%}{%- endif -%}\
              {%- endfor -%}\
-             {{ ns.last }}|{{ 'a</t>b\n'.split('</t>')[-1].rstrip('\n') }}|{{ 'a\n'.lstrip('\n') | trim }}\
-             |{{ tools is defined }}|{{ messages[0]['role'] == 'user' }}",
+             {{ ns.last }}|{{ 'a</t>b\n'.split('</t>')[-1].rstrip('\n') }}|{{ 'a\n'.lstrip('\n') | \
+             trim }}|{{ tools is defined }}|{{ messages[0]['role'] == 'user' }}",
         );
         assert_eq!(chat.render(None, "hi").unwrap(), "0|b|a|False|True");
     }
@@ -208,7 +211,8 @@ mod tests {
     #[test]
     fn what_a_template_refuses_is_an_error_in_its_own_words() {
         let chat = template(
-            "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}",
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}\
+             {% endif %}",
         );
         assert!(chat.render(None, "hi").is_ok());
         let message = chat.render(Some("x"), "hi").unwrap_err().to_string();
@@ -226,8 +230,9 @@ mod tests {
         };
         assert_eq!(of(r#"{"chat_template": "a"}"#).as_deref(), Some("a"));
         assert_eq!(
-            of(r#"{"chat_template": [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]}"#)
-                .as_deref(),
+            of(r#"{"chat_template": [{"name": "rag", "template": "r"},
+                {"name": "default", "template": "d"}]}"#)
+            .as_deref(),
             Some("d")
         );
         assert_eq!(of("{}"), None);

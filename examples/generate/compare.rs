@@ -1,8 +1,9 @@
 //! Why two samplers with the same seed may give different tokens, and whether they may here.
 //!
-//! Candle and this crate draw the same number and invert the same CDF. Candle sums the CDF's weights one after the other
-//! in f32, so its edges are off by up to a known amount, and a draw that falls that close to an edge may go either
-//! way. Here the step at which two runs part is computed once more in f64 to see whether it was such a draw.
+//! Candle and this crate draw the same number and invert the same CDF. Candle sums the CDF's
+//! weights one after the other in f32, so its edges are off by up to a known amount, and a draw
+//! that falls that close to an edge may go either way. Here the step at which two runs part is
+//! computed once more in f64 to see whether it was such a draw.
 
 use candle_transformers::generation::Sampling;
 use rand::rngs::StdRng;
@@ -66,7 +67,10 @@ fn argmax(step: &Step) -> Verdict {
     Verdict {
         legitimate: tie,
         reason: if tie {
-            format!("both tokens have the greatest logit, {greatest}: candle-topk takes the lowest id, Candle either")
+            format!(
+                "both tokens have the greatest logit, {greatest}: candle-topk takes the lowest id, \
+                 Candle either"
+            )
         } else {
             format!(
                 "the greatest logit is {greatest}, candle's token has {} and topk's {}",
@@ -88,8 +92,9 @@ fn softmax(logits: &[f32], temperature: f64) -> (Vec<f64>, f64) {
         .copied()
         .filter(|s| s.is_finite())
         .fold(greatest, f64::min);
-    // Scaling rounds a logit twice and subtracting the maximum once more: an absolute error of the exponent, and so a
-    // relative one of the weight. The exponential and the division add a few units of their own.
+    // Scaling rounds a logit twice and subtracting the maximum once more: an absolute error of the
+    // exponent, and so a relative one of the weight. The exponential and the division add a few
+    // units of their own.
     let widest = least.abs().max(greatest.abs());
     let error = (4.0 * widest + 8.0) * UNIT;
     (weights.iter().map(|w| w / total).collect(), error)
@@ -148,7 +153,8 @@ fn by_cdf(step: &Step, temperature: f64, p: f64) -> Verdict {
             reason: format!("a token lies outside the kept set of {count}"),
         };
     }
-    // The CDF in f64, and beside it Candle's sum: f32, one weight after the other in the order of the ids.
+    // The CDF in f64, and beside it Candle's sum: f32, one weight after the other in the order of
+    // the ids.
     let (mut exact, mut of_rounded, mut sum) = (0f64, 0f64, 0f32);
     let (mut after_low, mut before_high) = (0.0, 0.0);
     let mut edges = Vec::with_capacity(count);
@@ -166,8 +172,8 @@ fn by_cdf(step: &Step, temperature: f64, p: f64) -> Verdict {
             after_low = exact;
         }
     }
-    // Only the sum's own rounding: both sides add the same f32 weights. Weights that differ in the last bit round
-    // otherwise, but no worse than about twice.
+    // Only the sum's own rounding: both sides add the same f32 weights. Weights that differ in the
+    // last bit round otherwise, but no worse than about twice.
     let sum_error = edges
         .iter()
         .map(|(right, candle)| (right / of_rounded - candle / f64::from(sum)).abs())
@@ -179,8 +185,9 @@ fn by_cdf(step: &Step, temperature: f64, p: f64) -> Verdict {
     Verdict {
         legitimate: distance <= bound,
         reason: format!(
-            "in f64 the draw lies {distance:.1e} of the mass beyond the edge between the two tokens, and Candle's f32 \
-             sum over {count} weights places that edge to within {bound:.1e}"
+            "in f64 the draw lies {distance:.1e} of the mass beyond the edge between the two \
+             tokens, and Candle's f32 sum over {count} weights places that edge to within \
+             {bound:.1e}"
         ),
     }
 }
@@ -208,8 +215,8 @@ fn by_set(step: &Step, temperature: f64, k: usize, p: Option<f64>) -> Verdict {
         legitimate,
         reason: if legitimate {
             format!(
-                "both tokens are in the kept set: Candle lays out the {k} survivors of a top-k in an order that it leaves \
-                 open, so only the distributions agree"
+                "both tokens are in the kept set: Candle lays out the {k} survivors of a top-k in \
+                 an order that it leaves open, so only the distributions agree"
             )
         } else {
             format!("a token lies outside the kept set of at most {k}")
@@ -291,7 +298,8 @@ mod tests {
                     candle: token,
                     topk: token,
                 };
-                // Against itself the distance says whether the draw lies inside the token's interval.
+                // Against itself the distance says whether the draw lies inside the token's
+                // interval.
                 assert!(
                     by_cdf(&step, 0.7, p).reason.contains("lies 0.0e0"),
                     "{}",

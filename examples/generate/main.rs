@@ -5,9 +5,10 @@
 //! cargo run --release --example generate -- --compare --top-p 0.9 --prompt "Tell me a story."
 //! ```
 //!
-//! The one change that a program needs for the second sampler is in `sampler.rs`; all else here is loading a model
-//! (`source.rs`, `model.rs`), turning text into tokens and back (`tokenizer.rs`, `chat.rs`), the loop with its clock
-//! (`run.rs`), and holding the two samplers against each other (`compare.rs`).
+//! The one change that a program needs for the second sampler is in `sampler.rs`; all else here is
+//! loading a model (`source.rs`, `model.rs`), turning text into tokens and back (`tokenizer.rs`,
+//! `chat.rs`), the loop with its clock (`run.rs`), and holding the two samplers against each other
+//! (`compare.rs`).
 
 mod chat;
 mod compare;
@@ -38,7 +39,8 @@ struct Args {
     #[arg(long, default_value = "What is the capital of France?")]
     prompt: String,
 
-    /// A local folder, a .gguf or .safetensors file, a hub id (owner/name), or one of "smollm2" and "gemma3-270m"
+    /// A local folder, a .gguf or .safetensors file, a hub id (owner/name), or one of "smollm2" and
+    /// "gemma3-270m"
     #[arg(long, default_value = "smollm2")]
     model: String,
 
@@ -102,7 +104,8 @@ struct Args {
     #[arg(long)]
     cpu: bool,
 
-    /// The type of the weights, for safetensors [default: f32 on the CPU, bf16 on a GPU, f32 for Gemma 3]
+    /// The type of the weights, for safetensors [default: f32 on the CPU, bf16 on a GPU, f32 for
+    /// Gemma 3]
     #[arg(long, value_parser = ["f32", "f16", "bf16"])]
     dtype: Option<String>,
 
@@ -114,7 +117,8 @@ struct Args {
     #[arg(long, conflicts_with = "sampler")]
     compare: bool,
 
-    /// Time the sampler at every token; on a GPU, where that needs a wait for the device, otherwise at every eighth
+    /// Time the sampler at every token; on a GPU, where that needs a wait for the device, otherwise
+    /// at every eighth
     #[arg(long)]
     time_sampler: bool,
 
@@ -239,6 +243,10 @@ fn run(args: &Args) -> Result<()> {
         _ => args.prompt.clone(),
     };
     let prompt = tokenizer::encode_prompt(&loaded.tokenizer, &text)?;
+    ensure!(
+        !prompt.is_empty(),
+        "the prompt has no tokens: give a --prompt"
+    );
     let limits = Limits {
         tokens: args.sample_len,
         ends: if args.ignore_eos {
@@ -281,7 +289,8 @@ struct Session<'a> {
 
 impl Session<'_> {
     fn sampler(&self, kind: Kind) -> Sampler {
-        // Any token of the vocabulary will do for a dummy: the model takes as long for one as for another.
+        // Any token of the vocabulary will do for a dummy: the model takes as long for one as for
+        // another.
         Sampler::new(kind, &self.settings, self.prompt[self.prompt.len() - 1])
     }
 
@@ -313,7 +322,8 @@ impl Session<'_> {
         self.record(kind, t, vocab, &dtype)
     }
 
-    /// Generates and prints the text as it comes. Also gives the size of the vocabulary and the logits' type.
+    /// Generates and prints the text as it comes. Also gives the size of the vocabulary and the
+    /// logits' type.
     fn stream(&mut self, kind: Kind) -> Result<(Outcome, usize, String)> {
         let mut sampler = self.sampler(kind);
         let mut stream = tokenizer::TokenStream::new(&self.loaded.tokenizer);

