@@ -28,7 +28,7 @@ use clap::Parser;
 use serde_json::json;
 
 use model::Loaded;
-use run::{Ended, Limits, Outcome, Timings};
+use run::{Limits, Outcome, Timings};
 use sampler::{Kind, Sampler, Settings};
 
 /// Generates text with a model of the Hugging Face hub, a local folder or a file.
@@ -300,14 +300,11 @@ impl Session<'_> {
             print!("{}", self.args.prompt);
         }
         let (outcome, vocab, dtype) = self.stream(kind)?;
-        match outcome.ended {
-            Ended::BySampleLen | Ended::ByModel => (),
-            Ended::ByContext => {
-                eprintln!(
-                    "stopped at the model's context of {} tokens",
-                    self.loaded.model.context
-                )
-            }
+        if outcome.out_of_context {
+            eprintln!(
+                "stopped at the model's context of {} tokens",
+                self.loaded.model.context
+            );
         }
         let t = &outcome.timings;
         println!(

@@ -60,18 +60,11 @@ impl Timings {
     }
 }
 
-/// What ended a generation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
-    ByModel,
-    BySampleLen,
-    ByContext,
-}
-
 pub struct Outcome {
     pub tokens: Vec<u32>,
     pub timings: Timings,
-    pub ended: Ended,
+    /// Whether the model's context ended it, before the model or the limit did.
+    pub out_of_context: bool,
 }
 
 /// Continues `prompt`. `on_token` sees each token as it is drawn, with the penalized logits it was
@@ -100,11 +93,11 @@ pub fn generate(
     let mut position = 0;
     let start = Instant::now();
     let mut first = None;
-    let ended = loop {
+    let out_of_context = loop {
         let logits = model.forward(&all[position..], position)?;
         position = all.len();
         let step = position - prompt.len();
-        let timed = step > 0 && step % limits.time_every == 0;
+        let timed = step > 0 && step.is_multiple_of(limits.time_every);
         if timed {
             model.device().synchronize()?;
         }
@@ -123,14 +116,11 @@ pub fn generate(
             first = Some(Instant::now());
         }
         on_token(token, &logits)?;
-        if limits.ends.contains(&token) {
-            break Ended::ByModel;
-        }
-        if step + 1 == limits.tokens {
-            break Ended::BySampleLen;
+        if limits.ends.contains(&token) || step + 1 == limits.tokens {
+            break false;
         }
         if all.len() > model.context {
-            break Ended::ByContext;
+            break true;
         }
     };
     model.device().synchronize()?;
@@ -146,7 +136,7 @@ pub fn generate(
             sampler: sampler_times,
         },
         tokens,
-        ended,
+        out_of_context,
     })
 }
 
