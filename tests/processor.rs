@@ -46,3 +46,11 @@ fn sample_f() -> Result<()> {
 fn repeat_penalty() -> Result<()> {
     processor::repeat_penalty(CPU)
 }
+
+/// As Candle's own is: a server moves its processors between threads.
+#[test]
+fn moves_between_threads() {
+    fn check<T: Send + Sync>() {}
+    check::<candle_topk::LogitsProcessor>();
+    check::<candle_transformers::generation::LogitsProcessor>();
+}
