@@ -29,3 +29,8 @@ pub mod sampling;
 
 pub use candle_transformers::generation::Sampling;
 pub use sampling::{apply_repeat_penalty, LogitsProcessor};
+
+/// The README's code is tested with the crate's.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
