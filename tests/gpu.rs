@@ -17,7 +17,7 @@ fn gpu() -> Result<Device> {
     Device::new_cuda_with_stream(0)
 }
 
-/// Runs a case in each form of the kernels.
+/// Runs a case in each form of the kernels. `check_batch` does so by itself.
 fn in_each_form(case: impl Fn(&Device) -> Result<()>) -> Result<()> {
     let device = gpu()?;
     for form in [Form::Sm80, Form::Sm90] {
@@ -37,7 +37,6 @@ macro_rules! on_gpu {
 }
 
 on_gpu! {
-    mixed_batches => cases::mixed_batches;
     views => cases::views;
     through_candle_traits => cases::through_candle_traits;
     candidates_beyond_capacity => cases::candidates_beyond_capacity;
@@ -60,91 +59,88 @@ on_gpu! {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn every_law_at_every_width() -> Result<()> {
-    in_each_form(|device| {
-        for vocab in cases::WIDTHS {
-            for law in LAWS {
-                cases::check_grid::<f32>(law, vocab, device)?;
-                // Half precision in turns at the widest, to end in time.
-                if vocab < 100_000 || law == Law::Normal {
-                    cases::check_grid::<f16>(law, vocab, device)?;
-                }
-                if vocab < 100_000 || law == Law::Peaked {
-                    cases::check_grid::<bf16>(law, vocab, device)?;
-                }
+    let device = &gpu()?;
+    for vocab in cases::WIDTHS {
+        for law in LAWS {
+            cases::check_grid::<f32>(law, vocab, device)?;
+            // Half precision in turns at the widest, to end in time.
+            if vocab < 100_000 || law == Law::Normal {
+                cases::check_grid::<f16>(law, vocab, device)?;
+            }
+            if vocab < 100_000 || law == Law::Peaked {
+                cases::check_grid::<bf16>(law, vocab, device)?;
             }
         }
-        Ok(())
-    })
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn mixed_batches() -> Result<()> {
+    cases::mixed_batches(&gpu()?)
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn widths_around_every_boundary() -> Result<()> {
-    in_each_form(|device| {
-        for vocab in cases::EDGES {
-            for law in [Law::Normal, Law::Ties] {
-                cases::check_grid::<f32>(law, vocab, device)?;
-                cases::check_grid::<bf16>(law, vocab, device)?;
-            }
+    let device = &gpu()?;
+    for vocab in cases::EDGES {
+        for law in [Law::Normal, Law::Ties] {
+            cases::check_grid::<f32>(law, vocab, device)?;
+            cases::check_grid::<bf16>(law, vocab, device)?;
         }
-        Ok(())
-    })
+    }
+    Ok(())
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn special_rows() -> Result<()> {
-    in_each_form(|device| {
-        for vocab in [1, 2, 111, 5000, 32000, 128256] {
-            cases::check_special::<f32>(vocab, device)?;
-        }
-        for vocab in [111, 32000] {
-            cases::check_special::<f16>(vocab, device)?;
-            cases::check_special::<bf16>(vocab, device)?;
-        }
-        Ok(())
-    })
+    let device = &gpu()?;
+    for vocab in [1, 2, 111, 5000, 32000, 128256] {
+        cases::check_special::<f32>(vocab, device)?;
+    }
+    for vocab in [111, 32000] {
+        cases::check_special::<f16>(vocab, device)?;
+        cases::check_special::<bf16>(vocab, device)?;
+    }
+    Ok(())
 }
 
 /// Fresh rows with fresh parameters.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn random_rows() -> Result<()> {
-    in_each_form(|device| {
-        let seed = rand::random::<u32>() as u64;
-        println!("seed {seed}");
-        let mut rng = rng(seed);
-        for round in 0..40 {
-            let vocab = [rng.random_range(1..3000), rng.random_range(8000..60000)][round % 2];
-            let mut batch = Batch {
-                rows: vec![],
-                params: vec![],
-            };
-            for _ in 0..64 {
-                batch.rows.push(logits(
-                    LAWS[rng.random_range(0..LAWS.len())],
-                    vocab,
-                    &mut rng,
-                ));
-                batch.params.push(Params {
-                    k: [0, rng.random_range(1..=vocab), rng.random_range(1..200)]
-                        [rng.random_range(0..3)],
-                    p: [1.0, rng.random_range(0.01..1.0)][rng.random_range(0..2)],
-                    min_p: [0.0, rng.random_range(0.0..0.2)][rng.random_range(0..2)],
-                    temperature: [1.0, rng.random_range(0.1..3.0)][rng.random_range(0..2)],
-                    mass: Mass::Joint,
-                });
-            }
-            let mass = [Mass::Joint, Mass::Renormalized][round / 2 % 2];
-            cases::check_batch::<f32>(
-                &batch,
-                mass,
-                device,
-                &format!("seed {seed}, round {round}"),
-            )?;
+    let device = &gpu()?;
+    let seed = rand::random::<u32>() as u64;
+    println!("seed {seed}");
+    let mut rng = rng(seed);
+    for round in 0..40 {
+        let vocab = [rng.random_range(1..3000), rng.random_range(8000..60000)][round % 2];
+        let mut batch = Batch {
+            rows: vec![],
+            params: vec![],
+        };
+        for _ in 0..64 {
+            batch.rows.push(logits(
+                LAWS[rng.random_range(0..LAWS.len())],
+                vocab,
+                &mut rng,
+            ));
+            batch.params.push(Params {
+                k: [0, rng.random_range(1..=vocab), rng.random_range(1..200)]
+                    [rng.random_range(0..3)],
+                p: [1.0, rng.random_range(0.01..1.0)][rng.random_range(0..2)],
+                min_p: [0.0, rng.random_range(0.0..0.2)][rng.random_range(0..2)],
+                temperature: [1.0, rng.random_range(0.1..3.0)][rng.random_range(0..2)],
+                mass: Mass::Joint,
+            });
         }
-        Ok(())
-    })
+        let mass = [Mass::Joint, Mass::Renormalized][round / 2 % 2];
+        cases::check_batch::<f32>(&batch, mass, device, &format!("seed {seed}, round {round}"))?;
+    }
+    Ok(())
 }
 
 /// The same bits from two runs and from the CPU, for tokens of every law and route.
@@ -274,68 +270,67 @@ fn two_streams_at_once() -> Result<()> {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn sanitize_small_shapes() -> Result<()> {
-    in_each_form(|device| {
-        for vocab in [1, 9, 1000, 8193, 20001] {
-            for law in [Law::Normal, Law::Ties] {
-                let row = logits(law, vocab, &mut rng(vocab as u64));
-                let params = vec![
-                    Params::NONE,
-                    Params {
-                        k: 50,
-                        ..Params::NONE
-                    },
-                    Params {
-                        k: vocab / 2 + 1,
-                        p: 0.9,
-                        ..Params::NONE
-                    },
-                    Params {
-                        p: 0.9,
-                        ..Params::NONE
-                    },
-                    Params {
-                        k: 40,
-                        p: 0.5,
-                        min_p: 0.01,
-                        temperature: 0.7,
-                        ..Params::NONE
-                    },
-                    Params {
-                        temperature: 0.0,
-                        ..Params::NONE
-                    },
-                ];
-                let batch = Batch {
-                    rows: vec![row; params.len()],
-                    params,
-                };
-                cases::check_batch::<f32>(&batch, Mass::Renormalized, device, "sanitize")?;
-                cases::check_batch::<bf16>(&batch, Mass::Joint, device, "sanitize")?;
-            }
+    let device = &gpu()?;
+    for vocab in [1, 9, 1000, 8193, 20001] {
+        for law in [Law::Normal, Law::Ties] {
+            let row = logits(law, vocab, &mut rng(vocab as u64));
+            let params = vec![
+                Params::NONE,
+                Params {
+                    k: 50,
+                    ..Params::NONE
+                },
+                Params {
+                    k: vocab / 2 + 1,
+                    p: 0.9,
+                    ..Params::NONE
+                },
+                Params {
+                    p: 0.9,
+                    ..Params::NONE
+                },
+                Params {
+                    k: 40,
+                    p: 0.5,
+                    min_p: 0.01,
+                    temperature: 0.7,
+                    ..Params::NONE
+                },
+                Params {
+                    temperature: 0.0,
+                    ..Params::NONE
+                },
+            ];
+            let batch = Batch {
+                rows: vec![row; params.len()],
+                params,
+            };
+            cases::check_batch::<f32>(&batch, Mass::Renormalized, device, "sanitize")?;
+            cases::check_batch::<bf16>(&batch, Mass::Joint, device, "sanitize")?;
         }
-        // Rows that need histograms down to a single key, and special ones.
-        let row = vec![1.5f32; 20001];
-        let params = vec![
-            Params {
-                k: 9000,
-                ..Params::NONE
-            },
-            Params {
-                p: 0.5,
-                ..Params::NONE
-            },
-        ];
-        let batch = Batch {
-            rows: vec![row; 2],
-            params,
-        };
-        cases::check_batch::<f32>(&batch, Mass::Renormalized, device, "sanitize")?;
-        cases::independence(device)?;
-        processor::refusals(device)?;
-        processor::repeat_penalty(device)?;
-        let zeros = Tensor::zeros((2, 100), DType::F32, device)?;
-        let place = mask(&zeros, Truncation::new().with_top_k(3))?;
-        assert_eq!(place.dims(), [2, 100]);
-        candle_topk::cuda::preload(device, DType::BF16)
-    })
+    }
+    // Rows that need histograms down to a single key, and special ones.
+    let row = vec![1.5f32; 20001];
+    let params = vec![
+        Params {
+            k: 9000,
+            ..Params::NONE
+        },
+        Params {
+            p: 0.5,
+            ..Params::NONE
+        },
+    ];
+    let batch = Batch {
+        rows: vec![row; 2],
+        params,
+    };
+    cases::check_batch::<f32>(&batch, Mass::Renormalized, device, "sanitize")?;
+    cases::independence(device)?;
+    processor::refusals(device)?;
+    processor::repeat_penalty(device)?;
+    let zeros = Tensor::zeros((2, 100), DType::F32, device)?;
+    let place = mask(&zeros, Truncation::new().with_top_k(3))?;
+    assert_eq!(place.dims(), [2, 100]);
+    candle_topk::cuda::preload(device, DType::BF16)
 }

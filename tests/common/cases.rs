@@ -43,7 +43,7 @@ fn survivors<T: Float>(row: &[T], masked: &[T], what: &str) -> Vec<u32> {
 }
 
 /// Masks the batch, checks each row against the oracle and the candidates against the mask, and on
-/// a GPU all of it, bit by bit, against the CPU.
+/// a GPU all of it, bit by bit, against both forms of the kernels and the CPU.
 pub fn check_batch<T: Float>(batch: &Batch, mass: Mass, device: &Device, what: &str) -> Result<()> {
     let logits = batch.logits::<T>(device)?;
     let packed = batch.packed(device)?;
@@ -94,23 +94,37 @@ pub fn check_batch<T: Float>(batch: &Batch, mass: Mass, device: &Device, what: &
         );
         check_log_probs(oracle, &params, &kept, &log_probs[b][..listed], &what);
     }
+    // Every form of the kernels, and the CPU, give these bits too.
+    let bits = |masked: Vec<Vec<T>>| -> Vec<Vec<u32>> {
+        let row = |row: Vec<T>| row.into_iter().map(|x| x.wide().to_bits()).collect();
+        masked.into_iter().map(row).collect()
+    };
+    let masked = bits(masked);
+    let same = |name: &str, logits: &Tensor, packed: &Tensor| -> Result<()> {
+        let again = bits(mask_rows(logits, packed, mass)?.to_vec2::<T>()?);
+        for (b, (want, got)) in masked.iter().zip(&again).enumerate() {
+            let differs = want.iter().zip(got).position(|(w, g)| w != g);
+            assert_eq!(differs, None, "{what}, V {vocab}, row {b}: {name}");
+        }
+        let again = candidates_rows(logits, packed, mass, capacity)?;
+        assert_eq!(again.ids.to_vec2::<u32>()?, ids, "{what}: ids, {name}");
+        assert_eq!(
+            again.counts.to_vec1::<u32>()?,
+            counts,
+            "{what}: counts, {name}"
+        );
+        Ok(())
+    };
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        use candle_topk::cuda::{with_form, Form};
+        for form in [Form::Sm80, Form::Sm90] {
+            with_form(form, || same(&format!("{form:?}"), &logits, &packed))?;
+        }
+    }
     if !device.is_cpu() {
         let cpu = &Device::Cpu;
-        let (logits, packed) = (logits.to_device(cpu)?, packed.to_device(cpu)?);
-        let want = mask_rows(&logits, &packed, mass)?.to_vec2::<T>()?;
-        for (b, (want, got)) in want.iter().zip(&masked).enumerate() {
-            for (i, (w, g)) in want.iter().zip(got).enumerate() {
-                let (w, g) = (w.wide().to_bits(), g.wide().to_bits());
-                assert_eq!(w, g, "{what}, V {vocab}, row {b}, id {i}: CPU and GPU");
-            }
-        }
-        let want = candidates_rows(&logits, &packed, mass, capacity)?;
-        assert_eq!(want.ids.to_vec2::<u32>()?, ids, "{what}: ids, CPU and GPU");
-        assert_eq!(
-            want.counts.to_vec1::<u32>()?,
-            counts,
-            "{what}: counts, CPU and GPU"
-        );
+        same("the CPU", &logits.to_device(cpu)?, &packed.to_device(cpu)?)?;
     }
     Ok(())
 }
