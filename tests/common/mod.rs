@@ -160,16 +160,16 @@ impl<'a> Oracle<'a> {
             expected.least,
             expected.most
         );
-        let mut want = self.order[..kept.len()].to_vec();
-        want.sort_unstable();
-        let mut got = kept.to_vec();
-        got.sort_unstable();
-        if let Some(at) = (0..want.len()).find(|&i| want[i] != got[i]) {
-            let [w, g] = [want[at], got[at]];
-            panic!(
-                "{what}: id {g} ({}) kept where {w} ({}) belongs, {} kept, for {params:?}",
-                self.row[g as usize],
-                self.row[w as usize],
+        let mut wanted = vec![false; self.row.len()];
+        for &id in &self.order[..kept.len()] {
+            wanted[id as usize] = true;
+        }
+        for &id in kept {
+            // Cleared, so that an id that comes twice is found too.
+            assert!(
+                std::mem::take(&mut wanted[id as usize]),
+                "{what}: id {id} ({}) does not belong to the {} best, for {params:?}",
+                self.row[id as usize],
                 kept.len()
             );
         }
