@@ -1,7 +1,7 @@
 //! Text generation with a real model, with Candle's sampler or with this crate's.
 //!
 //! ```bash
-//! cargo run --release --example generate -- --prompt "The capital of France is"
+//! cargo run --release --example generate -- --prompt "What is the capital of France?"
 //! cargo run --release --example generate -- --compare --top-p 0.9 --prompt "Tell me a story."
 //! ```
 //!

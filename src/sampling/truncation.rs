@@ -50,7 +50,7 @@ impl Truncation {
         Self::default()
     }
 
-    /// Keeps the `k` largest logits; 0 is no limit.
+    /// Keeps the `k` largest logits; 0 is no limit. Held as f32, so exact up to 2^24.
     pub fn with_top_k(mut self, k: usize) -> Self {
         // A k beyond u32 exceeds every vocabulary: no limit, like 0.
         self.top_k = u32::try_from(k).unwrap_or(0);
