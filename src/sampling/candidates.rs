@@ -20,6 +20,9 @@ pub struct Candidates {
 
 const OP: &str = "candidates";
 
+/// Candidates of a batch, padding included: 128 GiB of ids and as much of log-probabilities.
+const MOST_ELEMENTS: usize = 1 << 35;
+
 /// The kept set of each row, with the same parameters for every row. Logits are F32, F16 or BF16,
 /// `[V]` or `[B, V]`; `capacity` is C, at least 1. A row with nothing above -inf has no candidate.
 ///
@@ -67,11 +70,19 @@ fn run(logits: &Tensor, parameters: Parameters, capacity: usize) -> Result<Candi
         bail!("{OP}: the capacity is 0, at least 1 is needed")
     }
     let rows = Rows::of(OP, logits.layout(), logits.dtype())?;
-    if rows.batch.checked_mul(capacity).is_none() {
+    // Beyond the vocabulary there is only padding; what is far beyond it cannot be allocated, and
+    // sizes in bytes would wrap on the way to the device.
+    let elements = rows.batch.max(1).checked_mul(capacity);
+    if elements.is_none_or(|n| n > MOST_ELEMENTS) {
         bail!(
-            "{OP}: a capacity of {capacity} for {} rows overflows",
+            "{OP}: a capacity of {capacity} for {} rows is too much, at most {MOST_ELEMENTS} candidates in all are supported",
             rows.batch
         )
+    }
+    if let Parameters::Rows(params, _) = &parameters {
+        if !logits.device().same_device(params.device()) {
+            return wrong_device(logits, &parameters);
+        }
     }
     let (storage, _) = logits.storage_and_layout();
     let params = match &parameters {

@@ -885,6 +885,19 @@ pub fn refusals(device: &Device) -> Result<()> {
         .expect_err("refused")
         .to_string();
     has(error, &["candidates", "capacity is 0"]);
+    for capacity in [
+        usize::MAX,
+        usize::MAX / 4,
+        1 << 62,
+        (1 << 62) + 1024,
+        1 << 60,
+    ] {
+        let error = candidates(&logits, new(), capacity).expect_err("refused");
+        has(
+            error.to_string(),
+            &["candidates", "capacity of", "2 rows", "at most"],
+        );
+    }
     let error = candidates_rows(&logits, &wrong, Mass::Joint, 3)
         .expect_err("refused")
         .to_string();
