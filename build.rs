@@ -3,14 +3,10 @@
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-changed=kernels");
-    println!("cargo::rerun-if-env-changed=DOCS_RS");
-    // docs.rs has no nvcc.
     #[cfg(feature = "cuda")]
-    if std::env::var_os("DOCS_RS").is_none() {
-        if let Err(error) = kernels::build() {
-            eprintln!("candle-topk: the CUDA kernels were not built: {error}");
-            std::process::exit(1);
-        }
+    if let Err(error) = kernels::build() {
+        eprintln!("candle-topk: the CUDA kernels were not built: {error}");
+        std::process::exit(1);
     }
 }
 

@@ -17,7 +17,8 @@
 //! |---|---|
 //! | `cuda` | the CUDA backend; needs nvcc and a device of compute capability 8.0 or later |
 //!
-//! Without a feature the whole API is there and works on the CPU.
+//! Without it the whole API but the module `cuda` (loading kernels ahead of time) is there and works
+//! on the CPU.
 
 #![deny(missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]

@@ -143,17 +143,22 @@ pub fn with_form<R>(form: Form, f: impl FnOnce() -> R) -> R {
     f()
 }
 
+fn runs_sm90(device: &CudaDevice) -> Result<bool> {
+    let capability = device.cuda_stream().context().compute_capability().w()?;
+    Ok(capability == (9, 0))
+}
+
 /// The form to launch in, where the sm_90 one gives each row `blocks` blocks.
 pub(crate) fn form(device: &CudaDevice, rows: usize, blocks: usize) -> Result<Form> {
-    let stream = device.cuda_stream();
-    let context = stream.context();
-    if context.compute_capability().w()? != (9, 0) {
+    if !runs_sm90(device)? {
         return Ok(Form::Sm80);
     }
     if let Some(forced) = FORCED.get() {
         return Ok(forced);
     }
-    let multiprocessors = context
+    let stream = device.cuda_stream();
+    let multiprocessors = stream
+        .context()
         .attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
         .w()?;
     let idle = rows * blocks <= multiprocessors as usize;
@@ -201,7 +206,7 @@ pub fn preload(device: &Device, dtype: DType) -> Result<()> {
             device.location()
         )
     };
-    let sm90 = form(device, 1, 1)? == Form::Sm90;
+    let sm90 = runs_sm90(device)?;
     for family in [MASK, CANDIDATES, SAMPLE] {
         family.kernel(device, dtype, Form::Sm80, 0)?;
         if sm90 {

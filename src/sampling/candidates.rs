@@ -40,7 +40,7 @@ const MOST_ELEMENTS: usize = 1 << 35;
 /// ```
 ///
 /// # Errors
-/// For parameters that mean nothing, a capacity of 0, and logits of a wrong rank, dtype, layout or
+/// For parameters that mean nothing, a capacity of 0 or of over 2^35 candidates in all, and logits of a wrong rank, dtype, layout or
 /// device.
 pub fn candidates(logits: &Tensor, truncation: Truncation, capacity: usize) -> Result<Candidates> {
     truncation.check(OP)?;
@@ -81,7 +81,11 @@ fn run(logits: &Tensor, parameters: Parameters, capacity: usize) -> Result<Candi
     }
     if let Parameters::Rows(params, _) = &parameters {
         if !logits.device().same_device(params.device()) {
-            return wrong_device(logits, &parameters);
+            bail!(
+                "{OP}: logits are on {:?} and per-row parameters on {:?}, they must be on one device",
+                logits.device().location(),
+                params.device().location()
+            )
         }
     }
     let (storage, _) = logits.storage_and_layout();
@@ -94,7 +98,7 @@ fn run(logits: &Tensor, parameters: Parameters, capacity: usize) -> Result<Candi
             let params = match &params {
                 Some((params, layout)) => match &**params {
                     Storage::Cpu(params) => Some((params, *layout)),
-                    _ => return wrong_device(logits, &parameters),
+                    _ => unreachable!("both are on one device"),
                 },
                 None => None,
             };
@@ -116,7 +120,7 @@ fn run(logits: &Tensor, parameters: Parameters, capacity: usize) -> Result<Candi
             let params = match &params {
                 Some((params, layout)) => match &**params {
                     Storage::Cuda(params) => Some((params, *layout)),
-                    _ => return wrong_device(logits, &parameters),
+                    _ => unreachable!("both are on one device"),
                 },
                 None => None,
             };
@@ -148,19 +152,8 @@ impl Parameters<'_> {
             (Parameters::Rows(_, mass), Some((storage, layout))) => {
                 Operand::rows(OP, rows, storage, layout, *mass)
             }
-            (Parameters::Scalar(truncation), _) => Ok(Operand::scalar(truncation)),
+            (Parameters::Scalar(truncation), _) => Operand::scalar(OP, rows, truncation),
             (Parameters::Rows(..), None) => unreachable!("packed rows bring their storage"),
         }
     }
-}
-
-fn wrong_device<T>(logits: &Tensor, parameters: &Parameters) -> Result<T> {
-    let Parameters::Rows(rows, _) = parameters else {
-        unreachable!("scalars lie on no device")
-    };
-    bail!(
-        "{OP}: logits are on {:?} and per-row parameters on {:?}, they must be on one device",
-        logits.device().location(),
-        rows.device().location()
-    )
 }

@@ -1,7 +1,7 @@
 //! The CPU backend: the readable statement of the contract, and the oracle of the GPU tests.
 //!
-//! A kept set is always a prefix of the order of [`crate::order`], so it is described by
-//! where it ends. Selection works on ranks, with a quickselect instead of a sort, and on few of them:
+//! A kept set is always a prefix of the order of [`crate::order`], so it is described by where it
+//! ends. Selection works on ranks, with a quickselect instead of a sort, and on few of them:
 //! for top-k on the elements above a pivot taken from a sample of the row (Qrita's truncation,
 //! section 3.1; all of them where those are fewer than k), for top-p on the bin of a histogram that
 //! the nucleus ends in.
@@ -9,7 +9,7 @@
 use super::philox;
 use super::sample::{Draw, DrawOperand};
 use super::softmax::{self, Softmax};
-use super::truncation::{Mass, Operand, RowTruncation, Rows, PACKED};
+use super::truncation::{row_and_column, Mass, Operand, RowTruncation, Rows, PACKED};
 use crate::order::{self, rank, rank_key, rank_position};
 use candle_core::{CpuStorage, Result};
 use half::{bf16, f16, slice::HalfFloatSliceExt};
@@ -492,11 +492,7 @@ impl<'a> Parameters<'a> {
         let rows = match operand.rows {
             None => None,
             Some((storage, layout)) => {
-                let (row, column) = match layout.stride() {
-                    [column] => (0, *column),
-                    [row, column] => (*row, *column),
-                    _ => unreachable!("Rows::check_params admits rank 1 and 2"),
-                };
+                let (row, column) = row_and_column(layout);
                 Some((
                     storage.as_slice::<f32>()?,
                     layout.start_offset(),
@@ -535,11 +531,7 @@ impl<'a> Draws<'a> {
         Ok(match operand {
             DrawOperand::One(draw) => Self::One(draw.bits()),
             DrawOperand::Rows(CpuStorage::I64(data), layout) => {
-                let (row, column) = match layout.stride() {
-                    [column] => (0, *column),
-                    [row, column] => (*row, *column),
-                    _ => unreachable!("check_draws admits rank 1 and 2"),
-                };
+                let (row, column) = row_and_column(layout);
                 Self::Counters(data, layout.start_offset(), row, column)
             }
             DrawOperand::Rows(storage, layout) => {

@@ -2,7 +2,7 @@
 
 use super::cpu::Drawn;
 use super::sample::DrawOperand;
-use super::truncation::{Operand, Rows, Truncation};
+use super::truncation::{row_and_column, Operand, Rows, Truncation};
 use crate::cuda::{self, Family, Form, Kernel, CANDIDATES, MASK, REPEAT_PENALTY, SAMPLE};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{
@@ -134,7 +134,7 @@ impl<'a> Addresses<'a> {
             Some((params, layout)) => {
                 let address = self.of(params.as_cuda_slice::<f32>()?, layout.start_offset());
                 let (row, column) = row_and_column(layout);
-                (address, row, column)
+                (address, row as i64, column as i64)
             }
         };
         Ok(Request {
@@ -156,11 +156,11 @@ impl<'a> Addresses<'a> {
                 ..DrawSource::default()
             },
             DrawOperand::Rows(storage, layout) if storage.dtype() == DType::I64 => {
-                let (counters_row, counters_column) = row_and_column(layout);
+                let (row, column) = row_and_column(layout);
                 DrawSource {
                     counters: self.of(storage.as_cuda_slice::<i64>()?, layout.start_offset()),
-                    counters_row,
-                    counters_column,
+                    counters_row: row as i64,
+                    counters_column: column as i64,
                     ..DrawSource::default()
                 }
             }
@@ -170,15 +170,6 @@ impl<'a> Addresses<'a> {
                 ..DrawSource::default()
             },
         })
-    }
-}
-
-/// The strides of a `[B, n]` operand, or of `[n]` for a single row.
-fn row_and_column(layout: &Layout) -> (i64, i64) {
-    match layout.stride() {
-        [row, column] => (*row as i64, *column as i64),
-        [column] => (0, *column as i64),
-        _ => unreachable!("operands of other ranks are refused before"),
     }
 }
 
@@ -363,7 +354,7 @@ pub(super) fn sample_strict(
     let mut tokens = unsafe { device.alloc::<u32>(rows.batch)? };
     let refused = if strict { NAN | INFINITY } else { NAN };
     with_bits(device, draws, |draws| {
-        let operand = Operand::scalar(truncation);
+        let operand = Operand::scalar("sample", rows, truncation)?;
         launch_sample(storage, rows, &operand, draws, &mut tokens, false, refused)
     })?;
     Ok(CudaStorage::wrap_cuda_slice(tokens, device.clone()))
@@ -399,7 +390,7 @@ impl Readback {
             None => (device.clone(), unsafe { device.alloc::<u32>(needed)? }),
         });
         with_bits(device, draws, |draws| {
-            let operand = Operand::scalar(truncation);
+            let operand = Operand::scalar("sample", rows, truncation)?;
             launch_sample(storage, rows, &operand, draws, buffer, true, 0)
         })?;
         let host = device.clone_dtoh(&buffer.slice(..needed))?;

@@ -110,13 +110,13 @@ impl CustomOp1 for Mask {
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let rows = Rows::of(OP, layout, storage.dtype())?;
-        let out = cpu_mask(storage, &rows, Operand::scalar(&self.0))?;
+        let out = cpu_mask(storage, &rows, Operand::scalar(OP, &rows, &self.0)?)?;
         Ok((out, layout.shape().clone()))
     }
 
     fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
         let rows = Rows::of(OP, layout, storage.dtype())?;
-        let out = cuda::mask(storage, &rows, Operand::scalar(&self.0))?;
+        let out = cuda::mask(storage, &rows, Operand::scalar(OP, &rows, &self.0)?)?;
         Ok((out, layout.shape().clone()))
     }
 
@@ -132,13 +132,13 @@ impl InplaceOp1 for Mask {
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
         let rows = Rows::of(OP, layout, storage.dtype())?;
-        cpu_mask_in_place(storage, &rows, Operand::scalar(&self.0))
+        cpu_mask_in_place(storage, &rows, Operand::scalar(OP, &rows, &self.0)?)
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
         let rows = Rows::of(OP, layout, storage.dtype())?;
         check_in_place(&rows)?;
-        cuda::mask_in_place(storage, &rows, Operand::scalar(&self.0))
+        cuda::mask_in_place(storage, &rows, Operand::scalar(OP, &rows, &self.0)?)
     }
 
     fn metal_fwd(&self, _: &mut MetalStorage, _: &Layout) -> Result<()> {

@@ -1,7 +1,6 @@
 //! The drop-in logits processor.
 
-use super::cpu::Drawn;
-use super::cpu::Summary;
+use super::cpu::{Drawn, Summary};
 use super::cuda;
 use super::sample::{self, Draw, DrawOperand};
 use super::softmax;
@@ -110,9 +109,12 @@ impl LogitsProcessor {
     }
 
     /// The next tokens as a U32 tensor on the logits' device, `[]` for `[V]` and `[B]` for
-    /// `[B, V]`, without a readback or a wait: the same tokens as [`sample`](Self::sample) and
+    /// `[B, V]`, without a readback: the same tokens as [`sample`](Self::sample) and
     /// [`sample_batch`](Self::sample_batch). A row that these refuse gives `u32::MAX`, which this
     /// method cannot report, and its draw is spent.
+    ///
+    /// The draws come from the host: a batch's are uploaded, and a captured CUDA graph would repeat
+    /// them. [`sample_batch`](fn@super::sample_batch) takes draws that lie on the device.
     ///
     /// # Errors
     /// For a way of sampling that means nothing, and logits of a wrong rank or device.
@@ -127,9 +129,8 @@ impl LogitsProcessor {
             match &*storage {
                 Storage::Cpu(storage) => {
                     let drawn = on_cpu(storage, &rows, &truncation, &draws)?;
-                    let strict = !matches!(self.sampling, Sampling::ArgMax);
                     let tokens = drawn.iter().map(|d| {
-                        if refusal(d, strict).is_some() {
+                        if refusal(d, self.strict()).is_some() {
                             u32::MAX
                         } else {
                             d.token
@@ -138,8 +139,8 @@ impl LogitsProcessor {
                     Tensor::from_vec(tokens.collect(), shape, &Device::Cpu)?
                 }
                 Storage::Cuda(storage) => {
-                    let strict = !matches!(self.sampling, Sampling::ArgMax);
-                    let tokens = cuda::sample_strict(storage, &rows, &truncation, &draws, strict)?;
+                    let tokens =
+                        cuda::sample_strict(storage, &rows, &truncation, &draws, self.strict())?;
                     Tensor::from((Storage::Cuda(tokens), shape))
                 }
                 Storage::Metal(_) => unreachable!("prepare moves Metal logits to the CPU"),
@@ -152,7 +153,7 @@ impl LogitsProcessor {
     /// [`sample`](Self::sample) with the probabilities in `f`'s hands before truncation: after
     /// temperature and softmax, of the whole vocabulary, free to be changed to any weights that are
     /// finite and not negative. As in Candle, `f` is not called for `ArgMax` and `GumbelSoftmax`,
-    /// and p is compared with the sum of the weights as they are.
+    /// and a p between 0 and 1 is compared with the sum of the weights as they are.
     ///
     /// This copies all V logits to the host and works there, as Candle does. Where `f` only masks
     /// or penalises tokens, a change of the logits on the device before
@@ -184,13 +185,18 @@ impl LogitsProcessor {
         if let Some(reason) = refusal(&drawn, true) {
             bail!("{OP}: {reason}")
         }
-        let mut weights = probabilities(&row, &summary, truncation.packed()[3]);
+        let mut weights = probabilities(&row, &summary, truncation.temperature());
         f(&mut weights);
         let mut rng = self.rng.clone();
         let u = Draw::Bits(candle_bits(&mut rng)).bits();
         let token = sample_weights(&weights, &self.sampling, u)?;
         self.rng = rng;
         Ok(token)
+    }
+
+    /// Whether +inf has no answer: it has a greatest logit.
+    fn strict(&self) -> bool {
+        !matches!(self.sampling, Sampling::ArgMax)
     }
 
     fn tokens(&mut self, logits: &Tensor) -> Result<Vec<u32>> {
@@ -208,9 +214,8 @@ impl LogitsProcessor {
                 Storage::Metal(_) => unreachable!("prepare moves Metal logits to the CPU"),
             }
         };
-        let strict = !matches!(self.sampling, Sampling::ArgMax);
         for (b, row) in drawn.iter().enumerate() {
-            if let Some(reason) = refusal(row, strict) {
+            if let Some(reason) = refusal(row, self.strict()) {
                 if rows.single {
                     bail!("{OP}: {reason}")
                 }
@@ -298,7 +303,7 @@ fn on_cpu(
     let draws = candle_core::CpuStorage::U32(draws.to_vec());
     let layout = candle_core::Layout::contiguous(rows.batch);
     let draws = DrawOperand::Rows(&draws, &layout);
-    sample::cpu_draw(storage, rows, Operand::scalar(truncation), draws)
+    sample::cpu_draw(storage, rows, Operand::scalar(OP, rows, truncation)?, draws)
 }
 
 /// Why a row has no answer, if it has none.

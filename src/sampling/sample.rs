@@ -188,13 +188,23 @@ impl CustomOp1 for Sample {
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let rows = Rows::of(OP, layout, storage.dtype())?;
         let draws = DrawOperand::one(&rows, self.draw)?;
-        cpu_sample(storage, &rows, Operand::scalar(&self.truncation), draws)
+        cpu_sample(
+            storage,
+            &rows,
+            Operand::scalar(OP, &rows, &self.truncation)?,
+            draws,
+        )
     }
 
     fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
         let rows = Rows::of(OP, layout, storage.dtype())?;
         let draws = DrawOperand::one(&rows, self.draw)?;
-        let out = cuda::sample(storage, &rows, Operand::scalar(&self.truncation), draws)?;
+        let out = cuda::sample(
+            storage,
+            &rows,
+            Operand::scalar(OP, &rows, &self.truncation)?,
+            draws,
+        )?;
         Ok((out, rows.shape(None)))
     }
 
@@ -217,7 +227,7 @@ impl CustomOp2 for SampleRows {
     ) -> Result<(CpuStorage, Shape)> {
         let rows = Rows::of(OP, layout, storage.dtype())?;
         let draws = DrawOperand::rows(&rows, draws, draws_layout)?;
-        cpu_sample(storage, &rows, Operand::scalar(&self.0), draws)
+        cpu_sample(storage, &rows, Operand::scalar(OP, &rows, &self.0)?, draws)
     }
 
     fn cuda_fwd(
@@ -229,7 +239,7 @@ impl CustomOp2 for SampleRows {
     ) -> Result<(CudaStorage, Shape)> {
         let rows = Rows::of(OP, layout, storage.dtype())?;
         let draws = DrawOperand::rows(&rows, draws, draws_layout)?;
-        let out = cuda::sample(storage, &rows, Operand::scalar(&self.0), draws)?;
+        let out = cuda::sample(storage, &rows, Operand::scalar(OP, &rows, &self.0)?, draws)?;
         Ok((out, rows.shape(None)))
     }
 

@@ -50,7 +50,8 @@ impl Truncation {
         Self::default()
     }
 
-    /// Keeps the `k` largest logits; 0 is no limit. Held as f32, so exact up to 2^24.
+    /// Keeps the `k` largest logits; 0 is no limit, and so is what reaches the vocabulary. Below it
+    /// every k up to 2^24 is accepted; above that an op refuses a k that f32 cannot hold.
     pub fn with_top_k(mut self, k: usize) -> Self {
         // A k beyond u32 exceeds every vocabulary: no limit, like 0.
         self.top_k = u32::try_from(k).unwrap_or(0);
@@ -91,13 +92,20 @@ impl Truncation {
     /// them. How p is read is the op's, not a row's, and is not part of it.
     ///
     /// # Errors
-    /// Where a row's parameters are none (the table above), naming the row; where `rows` is empty.
+    /// Where a row's parameters are none (the table above) or f32 cannot hold its k, naming the row;
+    /// where `rows` is empty.
     pub fn rows(rows: &[Truncation], device: &Device) -> Result<Tensor> {
         let mut packed = Vec::with_capacity(rows.len() * PACKED);
         for (i, row) in rows.iter().enumerate() {
             row.check("truncation rows")
                 .map_err(|e| e.context(format!("row {i}")))?;
-            packed.extend([row.top_k as f32, row.top_p, row.min_p, row.temperature]);
+            if !row.holds_top_k() {
+                bail!(
+                    "truncation rows: row {i}: top_k is {}, a packed k is an f32: at most 2^24 = 16777216 is accepted, and 0 for no limit",
+                    row.top_k
+                )
+            }
+            packed.extend(row.packed());
         }
         if rows.is_empty() {
             bail!("truncation rows: no row given, one for each row of the logits is needed")
@@ -125,8 +133,18 @@ impl Truncation {
         Ok(())
     }
 
+    /// The divisor of the logits; 0 is greedy.
+    pub(crate) fn temperature(&self) -> f32 {
+        self.temperature
+    }
+
+    /// Whether k survives being an f32.
+    fn holds_top_k(&self) -> bool {
+        self.top_k as f32 as u32 == self.top_k
+    }
+
     /// The scalars as the kernels take them, in the order of a packed row.
-    pub(crate) fn packed(&self) -> [f32; PACKED] {
+    fn packed(&self) -> [f32; PACKED] {
         [self.top_k as f32, self.top_p, self.min_p, self.temperature]
     }
 }
@@ -179,12 +197,32 @@ pub(crate) struct Operand<'a, S> {
 }
 
 impl<S> Operand<'_, S> {
-    pub fn scalar(truncation: &Truncation) -> Self {
-        Self {
+    pub fn scalar(op: &str, rows: &Rows, truncation: &Truncation) -> Result<Self> {
+        let mut truncation = *truncation;
+        if truncation.top_k as usize >= rows.vocab {
+            truncation.top_k = 0;
+        }
+        if !truncation.holds_top_k() {
+            bail!(
+                "{op}: top_k is {} for a vocabulary of {}, at most 2^24 = 16777216 is accepted, and 0 or the vocabulary for no limit",
+                truncation.top_k,
+                rows.vocab
+            )
+        }
+        Ok(Self {
             scalars: truncation.packed(),
             rows: None,
             mass: truncation.mass,
-        }
+        })
+    }
+}
+
+/// The strides of a `[B, n]` operand, or of `[n]` for a single row.
+pub(crate) fn row_and_column(layout: &Layout) -> (usize, usize) {
+    match layout.stride() {
+        [row, column] => (*row, *column),
+        [column] => (0, *column),
+        _ => unreachable!("operands of other ranks are refused before"),
     }
 }
 

@@ -871,6 +871,21 @@ pub fn refusals(device: &Device) -> Result<()> {
         message(mask_rows(&logits, &wrong, Mass::Joint)),
         &["U32", "F32 [2, 4]"],
     );
+    // A k that f32 cannot hold, where it is a limit; packed, where that can't be known.
+    let odd = (1 << 24) + 1;
+    has(
+        Truncation::rows(&[new(), new().with_top_k(odd)], device)
+            .expect_err("refused")
+            .to_string(),
+        &["row 1", "top_k is 16777217", "2^24"],
+    );
+    let kept = mask(&logits, new().with_top_k(odd))?.to_vec2::<f32>()?;
+    assert_eq!(kept, [[0.0; 3]; 2], "above the vocabulary it is no limit");
+    let wide = Tensor::zeros((1, (1 << 24) + 8), DType::BF16, device)?;
+    has(
+        message(mask(&wide, new().with_top_k(odd))),
+        &["mask", "top_k is 16777217", "16777224", "2^24"],
+    );
     let draw = Draw::Counter { seed: 0, step: 0 };
     has(
         message(sample(&logits, new(), draw)),
