@@ -59,14 +59,21 @@ __device__ __forceinline__ Mass inverted(Mass total, u64 draw) {
 }
 
 struct Softmax {
-  float max, temperature;
+  float max;
+  // Both sides of the quotient are scaled by this power of two, so that the difference of two finite
+  // values does not overflow.
+  float scale, scaled_max, scaled_temperature;
 
-  __device__ Softmax(float max, float temperature)
-      : max(max), temperature(max == CUDART_INF_F ? 1.0f : temperature) {}
+  __device__ Softmax(float max, float temperature) : max(max) {
+    // Below 2^100 the difference to -FLT_MAX still rounds to a finite value.
+    scale = max < 0x1p100f ? 1.0f : 0.5f;
+    scaled_max = max * scale;
+    scaled_temperature = (max == CUDART_INF_F ? 1.0f : temperature) * scale;
+  }
 
   // (x - max) / T, at most 0; for what is above -inf.
   __device__ __forceinline__ float exponent(float x) const {
-    const float z = fmaxf(x - max, -CUDART_MAX_NORMAL_F) / temperature;
+    const float z = (x * scale - scaled_max) / scaled_temperature;
     return x == max ? 0.0f : z;
   }
 

@@ -583,13 +583,15 @@ struct Kept {
     return low;
   }
 
-  // Cuts to what weighs at least min_p. The weight grows with the key, so the least key that does
-  // is searched for without a look at the row.
+  // Cuts to what has at least min_p times the greatest probability. By exponents: weights come to an
+  // end where exponents do not. They grow with the key, so the least key that suffices is searched
+  // for without a look at the row.
   __device__ void min_p(unsigned* ties) {
+    const double bound = log((double)limits.min_p);
     unsigned least = kNegInfinityKey + 1, most = best_key;
     while (least < most) {
       const unsigned middle = least + (most - least) / 2;
-      if (softmax.weight(value_of(middle)) >= limits.min_p) most = middle;
+      if ((double)softmax.exponent(value_of(middle)) >= bound) most = middle;
       else least = middle + 1;
     }
     if (least > cut_key) cut_key = least - 1, *ties = 0;

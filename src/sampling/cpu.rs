@@ -311,14 +311,16 @@ impl Kept {
         }
     }
 
-    /// Keeps what has at least `min_p` times the greatest weight, which is 1.
+    /// Keeps what has at least `min_p` times the greatest probability.
     fn min_p(&mut self, min_p: f32, best: u32) {
-        // The weight grows with the key, so the least key that weighs enough is searched for
-        // without a look at the row. The best token always weighs enough.
+        // By exponents: weights come to an end where exponents do not. They grow with the key, so
+        // the least key that suffices is searched for without a look at the row. The best token
+        // always does.
+        let least = (min_p as f64).ln();
         let (mut low, mut high) = (order::NEG_INFINITY_KEY + 1, best);
         while low < high {
             let middle = low + (high - low) / 2;
-            if self.softmax.weight(order::value(middle)) >= min_p {
+            if self.softmax.exponent(order::value(middle)) as f64 >= least {
                 high = middle;
             } else {
                 low = middle + 1;

@@ -1,10 +1,10 @@
 //! The CUDA backend: launches of `kernels/sampling`, one block a row, or on sm_90 a cluster.
 
 use super::cpu::Drawn;
-use super::sample::DrawOperand;
+use super::sample::{self, Draw, DrawOperand};
 use super::truncation::{row_and_column, Operand, Rows, Truncation};
 use crate::cuda::{self, Family, Form, Kernel, CANDIDATES, MASK, REPEAT_PENALTY, SAMPLE};
-use candle_core::backend::BackendStorage;
+use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
     SyncOnDrop,
@@ -326,19 +326,21 @@ pub(super) fn sample(
     Ok(CudaStorage::wrap_cuda_slice(tokens, device.clone()))
 }
 
-/// Draws from the processor's own bits. A single row's go along with the launch; a batch's are
+/// Draws that the processor makes. A single row's goes along with the launch; a batch's are
 /// uploaded.
-fn with_bits<R>(
+fn with_draws<R>(
     device: &CudaDevice,
-    draws: &[u32],
+    draws: &[Draw],
     f: impl FnOnce(&DrawOperand<CudaStorage>) -> Result<R>,
 ) -> Result<R> {
     if let [one] = draws {
-        return f(&DrawOperand::One(super::Draw::Bits(*one)));
+        return f(&DrawOperand::One(*one));
     }
-    let bits = device.clone_htod(draws)?;
-    let bits = CudaStorage::wrap_cuda_slice(bits, device.clone());
-    f(&DrawOperand::Rows(&bits, &Layout::contiguous(draws.len())))
+    let (draws, layout) = sample::packed(draws);
+    f(&DrawOperand::Rows(
+        &device.storage_from_cpu_storage(&draws)?,
+        &layout,
+    ))
 }
 
 /// Tokens on the device; `u32::MAX` for a row that the processor refuses.
@@ -346,14 +348,14 @@ pub(super) fn sample_strict(
     storage: &CudaStorage,
     rows: &Rows,
     truncation: &Truncation,
-    draws: &[u32],
+    draws: &[Draw],
     strict: bool,
 ) -> Result<CudaStorage> {
     let device = storage.device();
     // SAFETY: the kernel writes every token.
     let mut tokens = unsafe { device.alloc::<u32>(rows.batch)? };
     let refused = if strict { NAN | INFINITY } else { NAN };
-    with_bits(device, draws, |draws| {
+    with_draws(device, draws, |draws| {
         let operand = Operand::scalar("sample", rows, truncation)?;
         launch_sample(storage, rows, &operand, draws, &mut tokens, false, refused)
     })?;
@@ -373,7 +375,7 @@ impl Readback {
         storage: &CudaStorage,
         rows: &Rows,
         truncation: &Truncation,
-        draws: &[u32],
+        draws: &[Draw],
     ) -> Result<Vec<Drawn>> {
         if rows.batch == 0 {
             return Ok(vec![]);
@@ -389,7 +391,7 @@ impl Readback {
             // SAFETY: the kernel writes what is read back.
             None => (device.clone(), unsafe { device.alloc::<u32>(needed)? }),
         });
-        with_bits(device, draws, |draws| {
+        with_draws(device, draws, |draws| {
             let operand = Operand::scalar("sample", rows, truncation)?;
             launch_sample(storage, rows, &operand, draws, buffer, true, 0)
         })?;

@@ -1,7 +1,7 @@
 //! The CUDA backend of a build without the feature `cuda`: errors that name the feature.
 
 use super::cpu::Drawn;
-use super::sample::DrawOperand;
+use super::sample::{Draw, DrawOperand};
 use super::truncation::{Operand, Rows, Truncation};
 use candle_core::{bail, CudaStorage, Result, Tensor};
 
@@ -39,7 +39,7 @@ pub(super) fn sample_strict(
     _: &CudaStorage,
     _: &Rows,
     _: &Truncation,
-    _: &[u32],
+    _: &[Draw],
     _: bool,
 ) -> Result<CudaStorage> {
     missing("sample")
@@ -62,7 +62,7 @@ impl Readback {
         _: &CudaStorage,
         _: &Rows,
         _: &Truncation,
-        _: &[u32],
+        _: &[Draw],
     ) -> Result<Vec<Drawn>> {
         missing("sample")
     }

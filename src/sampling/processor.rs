@@ -286,22 +286,28 @@ fn candle_bits(rng: &mut StdRng) -> u32 {
     rng.random::<u32>() & !0x1ff
 }
 
-/// One draw a row, in row order; greedy sampling draws nothing, as in Candle.
-fn draws(sampling: &Sampling, rng: &mut StdRng, batch: usize) -> Vec<u32> {
-    let greedy = matches!(sampling, Sampling::ArgMax);
-    (0..batch)
-        .map(|_| if greedy { 0 } else { candle_bits(rng) })
-        .collect()
+/// One draw a row, in row order, all of a kind; greedy sampling draws nothing, as in Candle.
+fn draws(sampling: &Sampling, rng: &mut StdRng, batch: usize) -> Vec<Draw> {
+    let mut draw = || match sampling {
+        Sampling::ArgMax => Draw::Bits(0),
+        // Candle's takes no bits of this generator, so there are none to repeat, and 23 would leave
+        // the rarest tokens out.
+        Sampling::GumbelSoftmax { .. } => Draw::Counter {
+            seed: rng.random::<u32>() as i64,
+            step: 0,
+        },
+        _ => Draw::Bits(candle_bits(rng)),
+    };
+    (0..batch).map(|_| draw()).collect()
 }
 
 fn on_cpu(
     storage: &candle_core::CpuStorage,
     rows: &Rows,
     truncation: &Truncation,
-    draws: &[u32],
+    draws: &[Draw],
 ) -> Result<Vec<Drawn>> {
-    let draws = candle_core::CpuStorage::U32(draws.to_vec());
-    let layout = candle_core::Layout::contiguous(rows.batch);
+    let (draws, layout) = sample::packed(draws);
     let draws = DrawOperand::Rows(&draws, &layout);
     sample::cpu_draw(storage, rows, Operand::scalar(OP, rows, truncation)?, draws)
 }

@@ -153,7 +153,27 @@ impl<'a, S: BackendStorage> DrawOperand<'a, S> {
     }
 }
 
-pub(crate) fn cpu_draw(
+/// The draws of a batch, all of a kind, as the operand of an op on the CPU.
+pub(super) fn packed(draws: &[Draw]) -> (CpuStorage, Layout) {
+    let rows = draws.len();
+    if let Some(Draw::Counter { .. }) = draws.first() {
+        let counters = draws.iter().flat_map(|draw| match *draw {
+            Draw::Counter { seed, step } => [seed, step],
+            Draw::Bits(_) => unreachable!("draws are all of a kind"),
+        });
+        return (
+            CpuStorage::I64(counters.collect()),
+            Layout::contiguous((rows, 2)),
+        );
+    }
+    let bits = draws.iter().map(|draw| match *draw {
+        Draw::Bits(bits) => bits,
+        Draw::Counter { .. } => unreachable!("draws are all of a kind"),
+    });
+    (CpuStorage::U32(bits.collect()), Layout::contiguous(rows))
+}
+
+pub(super) fn cpu_draw(
     storage: &CpuStorage,
     rows: &Rows,
     operand: Operand<CpuStorage>,

@@ -13,7 +13,11 @@ const UNIT_LOG2: i32 = 62;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Softmax {
     max: f32,
-    temperature: f32,
+    /// Both sides of the quotient are scaled by this power of two, so that the difference of two
+    /// finite values does not overflow.
+    scale: f32,
+    scaled_max: f32,
+    scaled_temperature: f32,
 }
 
 impl Softmax {
@@ -25,14 +29,20 @@ impl Softmax {
         } else {
             temperature
         };
-        Self { max, temperature }
+        // Below 2^100 the difference to -f32::MAX still rounds to a finite value.
+        let scale = if max < 2f32.powi(100) { 1.0 } else { 0.5 };
+        Self {
+            max,
+            scale,
+            scaled_max: max * scale,
+            scaled_temperature: temperature * scale,
+        }
     }
 
     /// (x - max) / T, at most 0; for what is above -inf.
     #[inline(always)]
     pub fn exponent(&self, x: f32) -> f32 {
-        // The difference of two finite values may overflow, and -inf / inf would be NaN.
-        let z = (x - self.max).max(f32::MIN) / self.temperature;
+        let z = (x * self.scale - self.scaled_max) / self.scaled_temperature;
         if x == self.max {
             0.0
         } else {
@@ -44,7 +54,7 @@ impl Softmax {
     #[inline(always)]
     pub fn weight(&self, x: f32) -> f32 {
         let z = self.exponent(x);
-        // Below -43 the weight is under half a unit of mass.
+        // Below -43 the weight is under one unit of mass.
         let counts = (x > f32::NEG_INFINITY) & (z >= -43.0);
         let w = exp(if counts { z } else { 0.0 });
         if counts {
@@ -187,6 +197,10 @@ mod tests {
         let flat = Softmax::new(f32::MAX, f32::INFINITY);
         assert_eq!((flat.weight(f32::MAX), flat.weight(f32::MIN)), (1.0, 1.0));
         assert_eq!(flat.weight(f32::NEG_INFINITY), 0.0);
+        let wide = Softmax::new(f32::MAX, 1e38);
+        let want = (2.0 * f32::MIN as f64 / 1e38f32 as f64) as f32;
+        assert!((wide.exponent(f32::MIN) - want).abs() < 1e-6);
+        assert!((wide.weight(f32::MIN) as f64 - (want as f64).exp()).abs() < 1e-9);
         let sharp = Softmax::new(1.0, 1e-30);
         assert_eq!((sharp.weight(1.0), sharp.weight(0.999)), (1.0, 0.0));
     }

@@ -174,7 +174,7 @@ pub fn grid(vocab: usize) -> Vec<Params> {
             });
         }
     }
-    for min_p in [0.05, 0.5, 1.0] {
+    for min_p in [1e-30, 1e-9, 0.05, 0.5, 1.0] {
         params.push(Params {
             min_p,
             ..Params::NONE
@@ -192,7 +192,7 @@ pub fn grid(vocab: usize) -> Vec<Params> {
             ..Params::NONE
         });
     }
-    for temperature in [0.0, 1e-30, 0.7, 1e30, INF] {
+    for temperature in [0.0, 1e-30, 0.7, 1e30, 1e38, INF] {
         params.push(Params {
             temperature,
             ..Params::NONE
