@@ -6,7 +6,9 @@ mod common;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_topk::cuda::{with_form, Form};
-use candle_topk::sampling::{mask, sample_batch, Mass, Truncation};
+use candle_topk::sampling::{
+    candidates_rows, mask, mask_rows, sample_batch, sample_rows, Mass, Truncation,
+};
 use common::cases::{self, Batch};
 use common::{logits, processor, rng, Law, Oracle, Params, LAWS};
 use half::{bf16, f16};
@@ -266,71 +268,86 @@ fn two_streams_at_once() -> Result<()> {
     other.join().expect("no panic")
 }
 
-/// Small shapes that take every route of every kernel: what `compute-sanitizer` runs.
-#[test]
-#[ignore = "needs a CUDA GPU"]
-fn sanitize_small_shapes() -> Result<()> {
-    let device = &gpu()?;
-    for vocab in [1, 9, 1000, 8193, 20001] {
-        for law in [Law::Normal, Law::Ties] {
-            let row = logits(law, vocab, &mut rng(vocab as u64));
-            let params = vec![
-                Params::NONE,
-                Params {
-                    k: 50,
-                    ..Params::NONE
-                },
-                Params {
-                    k: vocab / 2 + 1,
-                    p: 0.9,
-                    ..Params::NONE
-                },
-                Params {
-                    p: 0.9,
-                    ..Params::NONE
-                },
-                Params {
-                    k: 40,
-                    p: 0.5,
-                    min_p: 0.01,
-                    temperature: 0.7,
-                    ..Params::NONE
-                },
-                Params {
-                    temperature: 0.0,
-                    ..Params::NONE
-                },
-            ];
-            let batch = Batch {
-                rows: vec![row; params.len()],
-                params,
-            };
-            cases::check_batch::<f32>(&batch, Mass::Renormalized, device, "sanitize")?;
-            cases::check_batch::<bf16>(&batch, Mass::Joint, device, "sanitize")?;
-        }
-    }
-    // Rows that need histograms down to a single key, and special ones.
-    let row = vec![1.5f32; 20001];
-    let params = vec![
+/// Small shapes that take every route of every kernel: what `compute-sanitizer` runs, one form at a
+/// time.
+fn small_shapes(device: &Device) -> Result<()> {
+    let few = Params {
+        k: 40,
+        p: 0.5,
+        min_p: 0.01,
+        temperature: 0.7,
+        ..Params::NONE
+    };
+    let params = [
+        Params::NONE,
         Params {
-            k: 9000,
+            k: 50,
             ..Params::NONE
         },
+        Params { k: 4300, ..few },
         Params {
-            p: 0.5,
+            p: 0.9,
+            ..Params::NONE
+        },
+        few,
+        Params {
+            temperature: 0.0,
             ..Params::NONE
         },
     ];
-    let batch = Batch {
-        rows: vec![row; 2],
-        params,
-    };
-    cases::check_batch::<f32>(&batch, Mass::Renormalized, device, "sanitize")?;
-    cases::independence(device)?;
-    processor::refusals(device)?;
-    processor::repeat_penalty(device)?;
-    let zeros = Tensor::zeros((2, 100), DType::F32, device)?;
-    let place = mask(&zeros, Truncation::new().with_top_k(3))?;
-    assert_eq!(place.dims(), [2, 100]);
-    candle_topk::cuda::preload(device, DType::BF16)
+    let params = params.map(|p| p.truncation());
+    let mut rng = rng(8);
+    for (law, vocab, dtype) in [
+        (Law::Normal, 9, DType::F32),
+        (Law::Peaked, 1000, DType::F16),
+        (Law::Normal, 9001, DType::F32),
+        (Law::Ties, 9001, DType::BF16),
+    ] {
+        let rows: Vec<f32> = (0..params.len())
+            .flat_map(|_| logits(law, vocab, &mut rng))
+            .collect();
+        let on_cpu = Tensor::from_vec(rows, (params.len(), vocab), &Device::Cpu)?;
+        let on_cpu = on_cpu.to_dtype(dtype)?;
+        let draws = Tensor::from_iter(0..2 * params.len() as i64, &Device::Cpu)?;
+        let draws = draws.reshape((params.len(), 2))?;
+        for mass in [Mass::Renormalized, Mass::Joint] {
+            let run = |device: &Device| -> Result<(Vec<Vec<f32>>, Vec<Vec<u32>>, Vec<u32>)> {
+                let logits = on_cpu.to_device(device)?;
+                let packed = Truncation::rows(&params, device)?;
+                let masked = mask_rows(&logits, &packed, mass)?.to_dtype(DType::F32)?;
+                let set = candidates_rows(&logits, &packed, mass, 100)?;
+                let tokens = sample_rows(&logits, &draws.to_device(device)?, &packed, mass)?;
+                Ok((masked.to_vec2()?, set.ids.to_vec2()?, tokens.to_vec1()?))
+            };
+            assert_eq!(run(device)?, run(&Device::Cpu)?, "{law:?}, V {vocab}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn sanitize_one_block() -> Result<()> {
+    let device = gpu()?;
+    with_form(Form::Sm80, || small_shapes(&device))
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn sanitize_cluster() -> Result<()> {
+    let device = gpu()?;
+    with_form(Form::Sm90, || small_shapes(&device))
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn preload() -> Result<()> {
+    let device = gpu()?;
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        candle_topk::cuda::preload(&device, dtype)?;
+    }
+    let error = candle_topk::cuda::preload(&device, DType::U32).unwrap_err();
+    assert!(error.to_string().contains("U32"), "{error}");
+    assert!(candle_topk::cuda::preload(&Device::Cpu, DType::F32).is_err());
+    Ok(())
 }

@@ -46,12 +46,14 @@ impl Default for Truncation {
 
 impl Truncation {
     /// No limit at all, at temperature 1.
+    #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
     /// Keeps the `k` largest logits; 0 is no limit, and so is what reaches the vocabulary. Below it
     /// every k up to 2^24 is accepted; above that an op refuses a k that f32 cannot hold.
+    #[must_use]
     pub fn with_top_k(mut self, k: usize) -> Self {
         // A k beyond u32 exceeds every vocabulary: no limit, like 0.
         self.top_k = u32::try_from(k).unwrap_or(0);
@@ -59,24 +61,28 @@ impl Truncation {
     }
 
     /// Keeps the nucleus of mass `p`; 1 and above is no limit.
+    #[must_use]
     pub fn with_top_p(mut self, p: f32) -> Self {
         self.top_p = p;
         self
     }
 
     /// Keeps what has at least `min_p` times the greatest probability; 0 is no limit.
+    #[must_use]
     pub fn with_min_p(mut self, min_p: f32) -> Self {
         self.min_p = min_p;
         self
     }
 
     /// Divides the logits; 0 is greedy.
+    #[must_use]
     pub fn with_temperature(mut self, temperature: f32) -> Self {
         self.temperature = temperature;
         self
     }
 
     /// How p is read after a top-k.
+    #[must_use]
     pub fn with_mass(mut self, mass: Mass) -> Self {
         self.mass = mass;
         self

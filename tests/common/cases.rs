@@ -229,9 +229,9 @@ pub fn check_grid<T: Float>(law: Law, vocab: usize, device: &Device) -> Result<(
 }
 
 /// Widths around every boundary of a vector, a tile, a chunk, the sample and the on-chip buffer.
-pub const EDGES: [usize; 24] = [
+pub const EDGES: [usize; 27] = [
     3, 4, 5, 7, 8, 9, 255, 256, 257, 1023, 1024, 1025, 2047, 2049, 4095, 4097, 8191, 8192, 8193,
-    8199, 16383, 16385, 32767, 32769,
+    8199, 16383, 16385, 32767, 32769, 65535, 65536, 65537,
 ];
 
 /// Vocabularies of models, and the least ones.
@@ -618,7 +618,7 @@ pub fn reported_elsewhere(device: &Device) -> Result<()> {
 /// Every draw lies in the kept set, and the frequencies are the softmax's over it. `draws` for
 /// each of the cases.
 pub fn frequencies(device: &Device, draws: usize) -> Result<()> {
-    for (law, vocab, params) in [
+    let narrow = [
         (
             Law::Peaked,
             111,
@@ -662,7 +662,31 @@ pub fn frequencies(device: &Device, draws: usize) -> Result<()> {
             },
         ),
         (Law::Normal, 9000, Params::NONE),
-    ] {
+    ];
+    let wide = [
+        (
+            Law::Normal,
+            32000,
+            Params {
+                k: 5000,
+                p: 0.9,
+                ..Params::NONE
+            },
+        ),
+        (
+            Law::Peaked,
+            128256,
+            Params {
+                p: 0.9,
+                temperature: 1.5,
+                ..Params::NONE
+            },
+        ),
+        (Law::Zipf, 128256, Params::NONE),
+    ];
+    // A million rows of a vocabulary take the CPU an hour.
+    let wide = if device.is_cpu() { &[][..] } else { &wide };
+    for &(law, vocab, params) in narrow.iter().chain(wide) {
         let mut rng = rng(vocab as u64 + 5);
         let row = logits(law, vocab, &mut rng);
         let oracle = Oracle::new(&row);
@@ -820,6 +844,29 @@ pub fn device_parameters(device: &Device) -> Result<()> {
     assert_eq!(again.counts.to_vec1::<u32>()?, counts);
     let single = candidates_rows(&tensor, &packed.get(2)?, Mass::Renormalized, 8)?;
     assert_eq!(single.counts.to_scalar::<u32>()?, 7);
+
+    // One row of parameters and one draw for all, and draws in columns.
+    let one = packed.narrow(0, 2, 1)?.broadcast_as((cases.len(), 4))?;
+    let sevens = candidates_rows(&repeated, &one, Mass::Renormalized, 4)?;
+    assert_eq!(sevens.counts.to_vec1::<u32>()?, [7; 12]);
+    let draws = Tensor::from_iter(0..24i64, device)?.reshape((2, 12))?;
+    let (columns, dense) = (draws.t()?, draws.t()?.contiguous()?);
+    let one = dense.narrow(0, 3, 1)?.broadcast_as((12, 2))?;
+    let tokens = |draws: &Tensor| -> Result<Vec<u32>> {
+        sample_rows(&repeated, draws, &packed, Mass::Renormalized)?.to_vec1()
+    };
+    let want = tokens(&dense)?;
+    assert_eq!(tokens(&columns)?, want);
+    let alike = tokens(&one)?;
+    assert_eq!((alike[3], alike[0]), (want[3], alike[1]));
+    let all = Truncation::new();
+    let bits = Tensor::new(&[[1u32 << 30, 0], [3 << 30, 0]], device)?;
+    let pair = repeated.narrow(0, 0, 2)?;
+    assert_eq!(
+        sample_batch(&pair, all, &bits.narrow(1, 0, 1)?.squeeze(1)?)?.to_vec1::<u32>()?,
+        sample_batch(&pair, all, &Tensor::new(&[1u32 << 30, 3 << 30], device)?)?
+            .to_vec1::<u32>()?,
+    );
     Ok(())
 }
 
