@@ -10,7 +10,7 @@ use candle_core::cuda_backend::cudarc::driver::{
     SyncOnDrop,
 };
 use candle_core::cuda_backend::{CudaDType, CudaStorageSlice, WrapErr};
-use candle_core::{bail, CudaDevice, CudaStorage, DType, Layout, Result, Shape, Storage, Tensor};
+use candle_core::{bail, CudaDevice, CudaStorage, DType, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
 
 /// Threads of a block: `kThreads` in `kernels/common/block.cuh`.
