@@ -1,7 +1,7 @@
 // One block a row.
 #include "mask.cuh"
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     mask(const Request request, __half* out, long long out_stride) {
   mask<__half, 1>(request, out, out_stride);
 }

@@ -2,25 +2,31 @@
 //
 // A kept set is a prefix of the row in descending order, ties by position, so it is described by
 // its cut: the key of its last element, and the positions up to which that key is kept. The cut is
-// found in three parts, which follow the paper's sections 3.1 to 3.3:
+// found in four parts; the first three follow the paper's sections 3.1 to 3.3:
 //
-//  1. Sigma-truncation. Mean and deviation of a block of sampled logits propose a threshold that
-//     the kept set should lie above. One pass over the row finds the best element, counts what is
-//     above -inf, and gathers what reaches the threshold into shared memory, the candidates.
-//  2. Pivot search. Where the candidates hold the set (a hit), three pivots at a time split the
-//     range of keys that the cut lies in. The range is one of integers, not of values, and before
-//     each step it shrinks to the keys that exist in it, so at most 16 steps leave one key,
-//     whatever the values; as soon as 32 elements are left in it, a warp ranks them. On a miss, a
-//     histogram of the row narrows the range by 2048 at a time until what is in it fits into
+//  1. Sigma-truncation. A block of sampled logits proposes a threshold that the kept set should lie
+//     above: where the set is small, by the order statistics of the sample, which no law of the
+//     logits misleads; else by its mean and deviation, as the paper does. One pass over the row, the
+//     only one for a set that is found above the threshold, takes the maximum, gathers what reaches
+//     the threshold into shared memory, the candidates, and where top-p needs it, sums the weights
+//     in f32.
+//  2. Where the cut lies among the best 128, a histogram of the candidates finds those, and
+//     comparisons of all pairs rank them and give the exact mass above each. The f32 sum decides a
+//     top-p only where its error bound admits one answer; else the exact sum is taken in a second
+//     pass.
+//  3. Pivot search, for larger sets. Where the candidates hold the set (a hit), three pivots at a
+//     time split the range of keys that the cut lies in. The range is one of integers, not of
+//     values, and before each step it shrinks to the keys that exist in it, so at most 16 steps leave
+//     one key, whatever the values; as soon as 32 elements are left in it, a warp ranks them. On a
+//     miss, a histogram of the row narrows the range by 2048 at a time until what is in it fits into
 //     shared memory, and the search goes on there.
-//  3. Duplicates. Of the elements that have the cut's key, those with the lowest positions are
+//  4. Duplicates. Of the elements that have the cut's key, those with the lowest positions are
 //     kept. The same pivot search, over positions, finds the last of them.
 //
 // A team's members pass over a slice of the row each; gathered elements are exchanged once, and what
 // is on chip every member works through by itself, without a word to the others.
 //
-// Fused: the first pass does the truncation, the maximum for the softmax, and the flags of special
-// rows. Weights and sums of weights are integers (softmax.cuh): no order of arrival shows.
+// Weights and sums of weights that decide are integers (softmax.cuh): no order of arrival shows.
 #pragma once
 
 #include "../common/order.cuh"
@@ -44,7 +50,26 @@ struct Request {
   float top_k, top_p, min_p, temperature;
   int vocab;
   int joint;
+  // Null, or four counters a row: `RouteCounters`.
+  unsigned* routes;
 };
+
+// How a row's cut was found: `Routes` in src/sampling/buffers.rs. Only the first thread of a block
+// counts, and only the first block of a team reports.
+constexpr unsigned kHit = 1, kSecondPass = 2, kFallback = 4, kNoTruncation = 8;
+struct RouteCounters {
+  unsigned route, gathered, steps, passes;
+};
+__device__ __forceinline__ RouteCounters& route_counters() {
+  __shared__ RouteCounters counters;
+  return counters;
+}
+__device__ __forceinline__ void count_step() {
+  if (threadIdx.x == 0) route_counters().steps++;
+}
+__device__ __forceinline__ void count_pass(unsigned route = 0) {
+  if (threadIdx.x == 0) route_counters().passes++, route_counters().route |= route;
+}
 
 // One row's parameters: `RowTruncation` in src/sampling/truncation.rs.
 struct Truncation {
@@ -79,10 +104,22 @@ struct alignas(16) Histogram {
 
 constexpr int kSegments = 256;
 
+// The best of a row in order, found first in any order.
+constexpr int kTop = 128, kTopBins = 256;
+struct alignas(16) Top {
+  // An element's key, and its position's complement: the order as an integer.
+  u64 found[kTop], found_mass[kTop];
+  u64 ranked[kTop], mass[kTop];
+  Mass above[kTop];  // of everything before it in the order
+  unsigned bins[kTopBins];
+  unsigned slots;
+};
+
 // Dynamic shared memory: `shared_bytes` in src/sampling/cuda.rs. A member of a larger team collects
 // its slice's part first, and then everybody's.
 template <int C>
 struct alignas(16) Shared {
+  Top top;
   Elements gathered;
   union {
     Elements slice;
@@ -92,6 +129,7 @@ struct alignas(16) Shared {
 };
 template <>
 struct alignas(16) Shared<1> {
+  Top top;
   union {
     Elements gathered;
     Elements slice;
@@ -99,7 +137,7 @@ struct alignas(16) Shared<1> {
     Mass segments[kSegments];
   };
 };
-static_assert(sizeof(Shared<1>) == 64 << 10 && sizeof(Shared<8>) == 128 << 10,
+static_assert(sizeof(Shared<1>) == 72720 && sizeof(Shared<8>) == 72720 + (64 << 10),
               "src/sampling/cuda.rs asks for as much");
 
 // A measure of elements: their number or their mass. The search is the same for both.
@@ -127,7 +165,8 @@ __device__ __noinline__ typename M::Sum block_sum(typename M::Sum v) {
   __syncthreads();
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
   __syncthreads();
-  return M::warp(parts[threadIdx.x % 32]);
+  const int lane = threadIdx.x % 32;
+  return M::warp(lane < kWarps ? parts[lane] : M::zero());
 }
 
 // Where a search ended: the key at which the measure, taken in descending order, reaches the
@@ -153,6 +192,7 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
   const int lane = threadIdx.x % 32;
   while (true) {
     // Shrink the range to the keys that exist in it.
+    count_step();
     __syncthreads();
     if (threadIdx.x == 0) step.left = 0, step.low = ~0u, step.high = 0, step.slots = 0;
     __syncthreads();
@@ -219,7 +259,7 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
     }
     __syncthreads();
 #pragma unroll
-    for (int s = 0; s < 3; s++) sums[s] = M::warp(step.sums[s][lane]);
+    for (int s = 0; s < 3; s++) sums[s] = M::warp(lane < kWarps ? step.sums[s][lane] : M::zero());
     const Sum above3 = above + sums[0], above2 = above3 + sums[1], above1 = above2 + sums[2];
     if (!(above3 < target)) low = p3 + 1;
     else if (!(above2 < target)) above = above3, high = p3, low = p2 + 1;
@@ -231,8 +271,8 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
 // The truncation of one row. Every member is uniform over the team.
 template <class T, int C>
 struct Kept {
-  // Loads in flight for a pass that only compares: 16 elements a thread.
-  static constexpr int kLight = 16 / Row<T>::kWidth;
+  // Loads in flight for a pass that does little else, and for one that computes.
+  static constexpr int kLight = 4, kHeavy = 1;
 
   const Row<T> row;
   const Truncation limits;
@@ -240,44 +280,35 @@ struct Kept {
   Softmax softmax;
 
   unsigned best_key, best_position;
-  unsigned numbers;  // how many logits are above -inf
+  unsigned numbers;  // how many logits are above -inf; where these exceed k, at least as many as k
   bool has_nan, has_infinity;
 
   // The cut: an element is kept where its key is greater, or equal at a position below `end`.
   unsigned cut_key, cut_end;
+
+  // How many are kept, where `shared.top` holds them, in order; else 0.
+  unsigned members;
 
   // Shared memory holds the `gathered` elements of the whole row whose keys lie in [low, high].
   unsigned low, high;
   int gathered;
 
   __device__ Kept(const Request& r, Shared<C>& shared)
-      : row(static_cast<const T*>(r.logits) + row_index() * r.row_stride, r.vocab, Team<C>::rank(), C),
+      : row(static_cast<const T*>(r.logits) + row_index() * r.row_stride, r.vocab, Team<C>::rank(), Team<C>::size()),
         limits(r, row_index()),
         shared(shared),
         softmax(0.0f, 1.0f) {
-    scan();
-    if (numbers == 0) {
-      cut_key = ~0u, cut_end = 0;
-      return;
+    if (threadIdx.x == 0) route_counters() = RouteCounters{0, 0, 0, 0};
+    find_cut(r.joint);
+    if (r.routes && threadIdx.x == 0 && Team<C>::rank() == 0) {
+      RouteCounters counters = route_counters();
+      if (numbers > 0 && on_chip()) counters.route |= kHit;
+      if (cut_key == kNegInfinityKey && cut_end == 0) counters.route |= kNoTruncation;
+      reinterpret_cast<RouteCounters*>(r.routes)[row_index()] = counters;
     }
-    softmax = Softmax(value_of(best_key), limits.temperature);
-    cut_key = kNegInfinityKey, cut_end = 0;
-    if (limits.top_k == 1) {
-      cut_key = best_key, cut_end = best_position + 1;
-      return;
-    }
-    const unsigned k = limits.top_k < numbers ? limits.top_k : 0;
-    unsigned ties = 0;  // how many elements with the cut's key are kept; 0 where it's exclusive
-    if (k) {
-      const Found<Count> found = locate<Count>(kNegInfinityKey + 1, best_key, 0u, k);
-      cut_key = found.key, ties = k - found.above;
-    }
-    if (limits.top_p < 1.0f) top_p(r.joint, &ties);
-    if (limits.min_p > 0.0f) min_p(&ties);
-    if (ties) cut_end = position_of_tie(ties);
   }
 
-  static __device__ __forceinline__ long long row_index() { return blockIdx.x / C; }
+  static __device__ __forceinline__ long long row_index() { return blockIdx.x / Team<C>::size(); }
 
   __device__ __forceinline__ bool holds(float x, int position) const {
     const unsigned key = key_of(x);
@@ -292,43 +323,290 @@ struct Kept {
   // The number and the mass of the kept elements.
   __device__ void count_and_mass(unsigned* count, Mass* mass) const {
     Mass sum = {0, 0};
-    unsigned members = 0;
-    if (on_chip()) {
+    unsigned own = 0;
+    if (members) {
+      *count = members;
+      *mass = shared.top.above[members - 1] + Mass{shared.top.mass[members - 1], 0};
+    } else if (on_chip()) {
 #pragma unroll 1
       for (int i = threadIdx.x; i < gathered; i += kThreads) {
         const unsigned key = shared.gathered.keys[i];
         if (holds(value_of(key), shared.gathered.positions[i])) {
-          sum = sum + measure<Weight>(key), members++;
+          sum = sum + measure<Weight>(key), own++;
         }
       }
-      *mass = block_sum<Weight>(sum), *count = block_sum<Count>(members);
+      *mass = block_sum<Weight>(sum), *count = block_sum<Count>(own);
     } else {
-      row.template for_each<1>([&](float x, int position) {
-        if (holds(x, position)) sum = sum + Mass{softmax.mass(x), 0}, members++;
+      row.template for_each<kHeavy>([&](float x, int position) {
+        if (holds(x, position)) sum = sum + Mass{softmax.mass(x), 0}, own++;
       });
       *mass = team_combine<C>(block_sum<Weight>(sum), AddSums());
-      *count = team_combine<C>(block_sum<Count>(members), AddSums());
+      *count = team_combine<C>(block_sum<Count>(own), AddSums());
     }
   }
 
  private:
-  // Part 1: the proposal and the pass over the row.
-  __device__ void scan() {
-    const float threshold = proposal();
+  __device__ void find_cut(int joint) {
+    members = 0;
+    const Proposal proposal = propose();
+    const float sum = pass(proposal, sums(joint));
+    // Whether `numbers` is exact.
+    bool counted = gathered && low <= kNegInfinityKey + 1;
+    if (has_nan || has_infinity || best_key <= kNegInfinityKey) count_all(), counted = true;
+    cut_key = ~0u, cut_end = 0;
+    if (numbers == 0) return;
+    softmax = Softmax(value_of(best_key), limits.temperature);
+    if (gathered && rank_top(joint, sum, proposal.reference)) return;
+    if constexpr (C > 1) Team<C>::sync();  // The slices are free again.
+
+    const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
+    if (limited && numbers < limits.top_k && !counted) count_all();
+    cut_key = kNegInfinityKey;
+    if (limits.top_k == 1) {
+      if (best_position == ~0u) count_all();
+      cut_key = best_key, cut_end = best_position + 1;
+      return;
+    }
+    const unsigned k = limited && limits.top_k < max(numbers, gathered + 1u) ? limits.top_k : 0;
+    unsigned ties = 0;  // how many elements with the cut's key are kept; 0 where it's exclusive
+    if (k) {
+      const Found<Count> found = locate<Count>(kNegInfinityKey + 1, best_key, 0u, k);
+      cut_key = found.key, ties = k - found.above;
+    }
+    if (limits.top_p < 1.0f) top_p(joint, &ties);
+    if (limits.min_p > 0.0f) min_p(&ties);
+    if (ties) cut_end = position_of_tie(ties);
+  }
+
+  // Whether the pass sums the weights: where a top-p refers to more than a top-k leaves.
+  __device__ bool sums(int joint) const {
+    return limits.top_p < 1.0f && limits.top_k != 1 && (joint || !(limits.top_k > 0 && limits.top_k < (unsigned)row.size));
+  }
+
+  // What the sample says: gather what reaches the threshold, or nothing. It decides the route, never
+  // the result.
+  struct Proposal {
+    float threshold;
+    bool gathers;
+    float reference;  // the greatest logit of the sample
+  };
+
+  // Part 1, the sample.
+  __device__ Proposal propose() {
+    constexpr int kSampled = sizeof(T) == 4 ? 2 : 1;  // vectors a thread
+    constexpr int kGroup = 8, kGroups = kThreads / kGroup;
+    static_assert(kGroups == 64, "two to a lane");
+    __shared__ float maxima[kGroups];
+    float x[kSampled][Row<T>::kWidth];
+    float best = -CUDART_INF_F;
+#pragma unroll
+    for (int i = 0; i < kSampled; i++) {
+      const int at = (int)((long long)(threadIdx.x + i * kThreads) * row.vectors() / (kThreads * kSampled));
+      const Vector<T> v = row.load(at);
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) x[i][w] = widen(v.at[w]), best = fmaxf(best, x[i][w]);
+    }
+    const auto greater = [](float a, float b) { return fmaxf(a, b); };
+    const float group = warp_reduce<kGroup>(best, greater);
+    if (threadIdx.x % kGroup == 0) maxima[threadIdx.x / kGroup] = group;
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    const float first = maxima[lane], second = maxima[lane + 32];
+    const float reference = warp_reduce(fmaxf(first, second), greater);
+    // The nth of the groups' maxima: about the nth of the sample, or a little below.
+    const auto nth_maximum = [&](int nth) {
+      int before_first = 0, before_second = 0;
+#pragma unroll 4
+      for (int g = 0; g < kGroups; g++) {
+        const float its = maxima[g];
+        before_first += its > first || (its == first && g < lane);
+        before_second += its > second || (its == second && g < lane + 32);
+      }
+      return warp_reduce(fmaxf(before_first == nth - 1 ? first : -CUDART_INF_F,
+                               before_second == nth - 1 ? second : -CUDART_INF_F),
+                         greater);
+    };
+    const auto above = [&](float threshold) {
+      return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference};
+    };
+    // Everything above -inf fits, or may.
+    if (row.size <= kCandidates || reference == -CUDART_INF_F) return above(-CUDART_MAX_NORMAL_F);
+    const bool by_count = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
+    const bool by_mass = limits.top_p < 1.0f;
+    if (!by_count && !by_mass) {
+      if (!(limits.min_p > 0.0f)) return {0.0f, false, reference};
+      return above(reference + limits.temperature * (logf(limits.min_p) - 1e-3f));
+    }
+    // How many logits one of the sample stands for.
+    const float each = (float)row.size / (kThreads * kSampled * Row<T>::kWidth);
+    if (limits.top_k == 1) return above(reference);
+    int nth;
+    if (by_count) {
+      // Fewer than k reach it about once in 3000 rows.
+      nth = (int)fminf(2.0f * limits.top_k / each + 4.0f, 64.0f);
+      if (nth <= 48) return above(nth_maximum(nth));
+      if (limits.top_k > kCandidates / 2) return {0.0f, false, reference};
+    } else {
+      nth = (int)fminf(fmaxf(768.0f / each, 4.0f), 40.0f);
+    }
+
+    // What lies far below weighs nothing, and fill values would drown the deviation.
+    const float floor = reference - 128.0f * fmaxf(limits.temperature, 1.0f);
+    const float threshold = by_count ? CUDART_INF_F : nth_maximum(nth);
+    const float scale = CUDART_L2E_F / limits.temperature;
+    // Moments about the best: one pass, and no cancellation to speak of. Weights of all, and of what
+    // is not gathered.
+    struct Moments {
+      float n, sum, squares, whole, rest;
+    } m = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kSampled; i++) {
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) {
+        const float d = x[i][w] - reference;
+        if (x[i][w] > floor && x[i][w] < CUDART_INF_F) m.n += 1.0f, m.sum += d, m.squares += d * d;
+        const float weight = exp2_approx(d * scale);
+        m.whole += weight;
+        if (x[i][w] < threshold) m.rest += weight;
+      }
+    }
+    m = block_reduce(m, [](Moments a, Moments b) {
+      return Moments{a.n + b.n, a.sum + b.sum, a.squares + b.squares, a.whole + b.whole, a.rest + b.rest};
+    });
+    if (!by_count && m.rest < 0.8f * (1.0f - limits.top_p) * m.whole) return above(threshold);
+    const float mean = m.sum / m.n;
+    const float sigma = sqrtf(fmaxf(m.squares / m.n - mean * mean, 0.0f));
+    const float size = m.n * each;
+    // The deviation that about `count` elements exceed.
+    auto quantile = [&](float count) { return -normcdfinvf(fminf(count / size, 0.5f)); };
+    float delta;
+    if (by_count) {
+      delta = 0.8f * quantile((float)limits.top_k);  // the paper's margin
+      delta = fmaxf(delta, quantile(0.5f * (limits.top_k + kCandidates)));
+    } else {
+      // Under softmax a normal law is a normal law about its mean plus sigma squared.
+      delta = sigma / limits.temperature - normcdfinvf(limits.top_p);
+      delta -= 0.2f * fabsf(delta);
+      // Where so many are kept that they do not fit, nothing is gained by gathering some.
+      if (delta < quantile(kCandidates)) return {0.0f, false, reference};
+      delta = fmaxf(delta, quantile(0.5f * kCandidates));
+    }
+    const float proposed = reference + mean + delta * sigma;
+    // No statistics (no number in the sample, infinite ones): nothing is gathered.
+    if (!(proposed > -CUDART_INF_F)) return {0.0f, false, reference};
+    return above(fminf(proposed, reference));
+  }
+
+  struct Part {
+    float best, sum;
+  };
+
+  // A thread's part of the pass. By itself, with nothing by reference, so that the loop has all
+  // registers and its vectors never go through memory.
+  template <bool kSums>
+  static __device__ __noinline__ Part scan_slice(const Row<T> row, float threshold, float reference,
+                                                 float scale, Elements* slice, unsigned* slots) {
+    float best = -CUDART_INF_F;
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    row.template for_each_vector<kLight>([&](const Vector<T>& v, int first) {
+      float most = widen(v.at[0]);
+#pragma unroll
+      for (int w = 1; w < Row<T>::kWidth; w++) most = max_or_nan(most, widen(v.at[w]));
+      best = max_or_nan(best, most);
+      if constexpr (kSums) {
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) {
+          sum[w % 4] += exp2_approx((widen(v.at[w]) - reference) * scale);
+        }
+      }
+      // NaN hides what is beside it: then the row is looked at again. A full buffer takes no more.
+      if (most >= threshold && *(volatile unsigned*)slots <= kCandidates) {
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) {
+          const float x = widen(v.at[w]);
+          if (x >= threshold) {
+            const unsigned slot = atomicAdd(slots, 1u);
+            if (slot < kCandidates) slice->keys[slot] = key_of(x), slice->positions[slot] = first + w;
+          }
+        }
+      }
+    });
+    return {best, (sum[0] + sum[1]) + (sum[2] + sum[3])};
+  }
+
+  // Part 1, the pass: the maximum, the elements that reach the threshold, and the f32 sum of weights
+  // relative to the reference. What is rare (NaN, +inf) is only noticed.
+  __device__ float pass(const Proposal& proposal, bool sums_weights) {
     __shared__ unsigned slots;
+    __shared__ Part parts[kWarps];
+    __shared__ struct Said {
+      Part part;
+      unsigned slots;
+    } said;
     if (threadIdx.x == 0) slots = 0;
     __syncthreads();
+    count_pass();
 
+    const float threshold = proposal.gathers ? proposal.threshold : CUDART_INF_F;
+    Part part = sums_weights
+        ? scan_slice<true>(row, threshold, proposal.reference, CUDART_L2E_F / limits.temperature,
+                           &shared.slice, &slots)
+        : scan_slice<false>(row, threshold, 0.0f, 0.0f, &shared.slice, &slots);
+    const auto combine = [](Part a, Part b) { return Part{max_or_nan(a.best, b.best), a.sum + b.sum}; };
+    part = warp_reduce(part, combine);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
+    __syncthreads();
+    part = warp_reduce<kWarps>(parts[threadIdx.x % kWarps], combine);
+    unsigned total = slots;
+    if constexpr (C > 1) {
+      if (threadIdx.x == 0) said = {part, slots};
+      Team<C>::sync();
+      unsigned place = 0;
+      part = {-CUDART_INF_F, 0.0f}, total = 0;
+      for (int r = 0; r < Team<C>::size(); r++) {
+        const Said its = *Team<C>::at(&said, r);
+        part = combine(part, its.part), total += its.slots;
+      }
+      if (total <= kCandidates) {
+        for (int r = 0; r < Team<C>::size(); r++) {
+          const Elements* slice = Team<C>::at(&shared.slice, r);
+          const unsigned count = Team<C>::at(&said, r)->slots;
+#pragma unroll 1
+          for (unsigned i = threadIdx.x; i < count; i += kThreads) {
+            shared.gathered.keys[place + i] = slice->keys[i];
+            shared.gathered.positions[place + i] = slice->positions[i];
+          }
+          place += count;
+        }
+      }
+      __syncthreads();
+    }
+    if (threadIdx.x == 0) route_counters().gathered = total;
+    if (proposal.gathers && total <= kCandidates) {
+      gathered = total, low = key_of(threshold), high = ~0u;
+    } else {
+      forget();
+    }
+    has_nan = part.best != part.best, has_infinity = part.best == CUDART_INF_F;
+    if (has_nan) forget();
+    best_key = key_of(part.best), best_position = ~0u;
+    numbers = gathered;
+    if (numbers == 0 && best_key > kNegInfinityKey) numbers = 1;
+    return part.sum;
+  }
+
+  // Counts what is above -inf, and finds the first of the greatest: for rows with few numbers, NaN or
+  // infinities, and where nothing was gathered.
+  __device__ void count_all() {
     float best = -CUDART_INF_F;
     int position = 0;
     unsigned above = 0, flags = 0;
+    count_pass();
     row.template for_each<kLight>([&](float x, int i) {
-      if (x > best) best = x, position = i;
+      if (x > best || (x == best && i < position)) best = x, position = i;
       above += x > -CUDART_INF_F;
-      if (x != x && i >= 0 && i < row.size) flags |= 1;
-      if (x >= threshold) push(&slots, key_of(x), i);
+      flags |= x != x;
     });
-
     struct Summary {
       u64 rank;
       unsigned numbers, flags;
@@ -338,9 +616,152 @@ struct Kept {
     });
     best_key = summary.rank >> 32, best_position = ~(unsigned)summary.rank;
     numbers = summary.numbers;
-    has_nan = summary.flags, has_infinity = value_of(best_key) == CUDART_INF_F;
-    if (threshold == CUDART_INF_F) forget();
-    else collect(&slots, key_of(threshold), ~0u);
+    has_nan = summary.flags, has_infinity = numbers > 0 && value_of(best_key) == CUDART_INF_F;
+  }
+
+  // Part 2: the cut, where it lies among the best kTop. `sum` is the pass's sum of weights relative
+  // to `reference`.
+  __device__ bool rank_top(int joint, float sum, float reference) {
+    Top& top = shared.top;
+    const bool whole_row = low <= kNegInfinityKey + 1;
+    unsigned count = gathered, edge = low;
+    if (threadIdx.x == 0) top.slots = 0;
+    if (count > kTop) {
+      if (threadIdx.x < kTopBins) top.bins[threadIdx.x] = 0;
+      __syncthreads();
+      const unsigned range = best_key - low;
+      const int shift = max(0, 24 - __clz(range | 1));
+#pragma unroll 1
+      for (int i = threadIdx.x; i < gathered; i += kThreads) {
+        atomicAdd(&top.bins[(shared.gathered.keys[i] - low) >> shift], 1u);
+      }
+      __syncthreads();
+      // How many bins from the top hold no more than kTop. Every warp finds out by itself.
+      constexpr int kEach = kTopBins / 32;
+      const int lane = threadIdx.x % 32;
+      unsigned counts[kEach], inclusive = 0;
+#pragma unroll
+      for (int b = 0; b < kEach; b++) {
+        counts[b] = top.bins[kTopBins - 1 - (lane * kEach + b)], inclusive += counts[b];
+      }
+      const unsigned own = inclusive;
+#pragma unroll
+      for (int lanes = 1; lanes < 32; lanes *= 2) {
+        const unsigned below = __shfl_up_sync(~0u, inclusive, lanes);
+        if (lane >= lanes) inclusive += below;
+      }
+      unsigned running = inclusive - own, admitted = 0, bins = 0;
+#pragma unroll
+      for (int b = 0; b < kEach; b++) {
+        running += counts[b];
+        if (running <= kTop) bins++, admitted = running;
+      }
+      bins = __reduce_add_sync(~0u, bins), count = __reduce_max_sync(~0u, admitted);
+      if (count == 0) return false;
+      edge = low + ((kTopBins - bins) << shift);
+    }
+    const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
+    if (limited && limits.top_k > count && !(whole_row && count == gathered)) return false;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < gathered; i += kThreads) {
+      const unsigned key = shared.gathered.keys[i];
+      if (key >= edge) {
+        const unsigned slot = atomicAdd(&top.slots, 1u);
+        top.found[slot] = (u64)key << 32 | ~shared.gathered.positions[i];
+        top.found_mass[slot] = softmax.mass_of_few(value_of(key));
+      }
+    }
+    __syncthreads();
+    count_step();
+    // A quarter of the comparisons of an element each.
+    constexpr int kParts = kThreads / kTop;
+    static_assert(kParts == 4, "combined by two shuffles");
+    const unsigned element = threadIdx.x / kParts, part = threadIdx.x % kParts;
+    const u64 mine = element < count ? top.found[element] : ~0ull;
+    unsigned rank = 0;
+    Mass above = {0, 0};
+#pragma unroll 4
+    for (unsigned other = part; other < count; other += kParts) {
+      const bool greater = top.found[other] > mine;
+      rank += greater, above = above + Mass{greater ? top.found_mass[other] : 0, 0};
+    }
+    above = above + shuffle_xor(above, 1), above = above + shuffle_xor(above, 2);
+    rank += __shfl_xor_sync(~0u, rank, 1), rank += __shfl_xor_sync(~0u, rank, 2);
+    if (element < count && part == 0) {
+      top.ranked[rank] = mine, top.mass[rank] = top.found_mass[element], top.above[rank] = above;
+    }
+    __syncthreads();
+
+    // The kept are the first `kept`; `closed` where that holds whatever lies below the edge.
+    unsigned kept = limited ? min(limits.top_k, count) : count;
+    bool closed = limited || (whole_row && count == gathered);
+    const auto up_to = [&](unsigned r) { return top.above[r - 1] + Mass{top.mass[r - 1], 0}; };
+    const bool mine_ranked = threadIdx.x < count;
+    if (limits.top_p < 1.0f && limits.top_k != 1) {
+      const auto reached = [&](Mass target) {
+        return (unsigned)__syncthreads_count(mine_ranked && top.above[threadIdx.x] < target);
+      };
+      Mass whole;
+      bool exact = true;
+      if (limited && !joint) whole = up_to(kept);
+      else if (whole_row && count == gathered) whole = up_to(count);
+      else exact = false;
+      if (!exact) {
+        Mass least, most;
+        if (!bounds(sum, reference, &least, &most)) {
+          whole = mass_above(kNegInfinityKey), exact = true;
+        } else {
+          const Mass target = nucleus(limits.top_p, most);
+          const unsigned fewest = min(kept, reached(nucleus(limits.top_p, least)));
+          const unsigned ends = min(kept, reached(target));
+          if (!closed && up_to(count) < target) {
+            // Beyond the edge, or so close to it that only the exact sum tells.
+            return false;
+          }
+          if (fewest == ends) kept = ends, closed = true;
+          else whole = mass_above(kNegInfinityKey), exact = true;
+        }
+      }
+      if (exact) {
+        const Mass target = nucleus(limits.top_p, whole);
+        const unsigned ends = reached(target);
+        if (!closed && up_to(count) < target) return false;
+        kept = min(kept, ends), closed = true;
+      }
+    }
+    if (limits.min_p > 0.0f) {
+      const double bound = log((double)limits.min_p);
+      const bool enough =
+          mine_ranked && (double)softmax.exponent(value_of(top.ranked[threadIdx.x] >> 32)) >= bound;
+      const unsigned ends = __syncthreads_count(enough);
+      closed |= ends < count;
+      kept = min(kept, ends);
+    }
+    if (!closed) return false;
+    members = kept;
+    cut_key = top.ranked[kept - 1] >> 32, cut_end = ~(unsigned)top.ranked[kept - 1] + 1;
+    best_position = ~(unsigned)top.ranked[0];
+    return true;
+  }
+
+  // Bounds of the exact sum of weights, from the f32 sum of weights relative to the reference; false
+  // where it has none. In units of the last place (2^-24), relative: the exponents of the f32 sum are
+  // off by 4 each times an exponent of at most 40, those of the exact weights by 2; a weight by 4;
+  // each addition by 1. What lies more than 40 below the greatest, in powers of two, is too light to
+  // matter, and counted at its number.
+  __device__ bool bounds(float sum, float reference, Mass* least, Mass* most) const {
+    const float temperature = limits.temperature;
+    const double max = value_of(best_key);
+    const double beyond = (max - (double)reference) / (double)temperature;  // at least 0
+    if (!(beyond < 27.0) || !(sum > 0.0f && sum < CUDART_INF_F) || !(max < 1e30) || !(reference > -1e30f)) {
+      return false;
+    }
+    const int additions = (row.vectors() / Team<C>::size() + kThreads) / kThreads * (Row<T>::kWidth / 4) + 24;
+    const double error = 1.5e-5 + additions * 6e-8 + row.size * 2e-12;
+    const double weights = (double)sum * exp(-beyond);
+    *least = to_mass(weights * (1.0 - error)), *most = to_mass(weights * (1.0 + error));
+    return true;
   }
 
   // Notes an element of the slice, if there is room.
@@ -358,13 +779,14 @@ struct Kept {
     __syncthreads();
     unsigned total;
     team_exclusive_sum<C>(*slots, 0u, AddSums(), &total);
+    if (threadIdx.x == 0) route_counters().gathered = total;
     if (total > kCandidates) {
       forget();
       return;
     }
     if constexpr (C > 1) {
       unsigned place = 0;
-      for (int r = 0; r < C; r++) {
+      for (int r = 0; r < Team<C>::size(); r++) {
         const Elements* slice = Team<C>::at(&shared.slice, r);
         const unsigned count = *Team<C>::at(slots, r);
 #pragma unroll 1
@@ -381,59 +803,7 @@ struct Kept {
 
   __device__ void forget() { gathered = 0, low = ~0u, high = 0; }
 
-  // A threshold that the kept set should lie above, by a normal law with the mean and deviation of
-  // a sample of the row; +inf where nothing is to be gathered. It decides the route, never the
-  // result.
-  __device__ float proposal() const {
-    // Everything above -inf fits.
-    if (row.size <= kCandidates) return -CUDART_MAX_NORMAL_F;
-    const bool by_count = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
-    if (limits.top_k == 1 || (!by_count && limits.top_p >= 1.0f)) return CUDART_INF_F;
-    if (by_count && limits.top_k > kCandidates / 2) return CUDART_INF_F;
-
-    constexpr int kWidth = Row<T>::kWidth;
-    const int j = (int)((long long)threadIdx.x * row.vectors() / kThreads);
-    const Vector<T> v = row.load(j);
-    float best = -CUDART_INF_F;
-#pragma unroll
-    for (int w = 0; w < kWidth; w++) best = fmaxf(best, widen(v.at[w]));
-    best = block_reduce(best, [](float a, float b) { return fmaxf(a, b); });
-    // What lies this far below weighs nothing, and fill values would drown the deviation.
-    const float floor = best - 128.0f * fmaxf(limits.temperature, 1.0f);
-    // Moments about the best: one pass, and no cancellation to speak of.
-    struct Moments {
-      float n, sum, squares;
-    } m = {0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int w = 0; w < kWidth; w++) {
-      const float x = widen(v.at[w]);
-      if (x > floor && x < CUDART_INF_F) m.n += 1.0f, m.sum += x - best, m.squares += (x - best) * (x - best);
-    }
-    m = block_reduce(m, [](Moments a, Moments b) {
-      return Moments{a.n + b.n, a.sum + b.sum, a.squares + b.squares};
-    });
-    const float mean = m.sum / m.n;
-    const float sigma = sqrtf(fmaxf(m.squares / m.n - mean * mean, 0.0f));
-
-    const float size = row.size * (m.n / (kThreads * kWidth));
-    // The deviation that about `count` elements exceed.
-    auto quantile = [&](float count) { return -normcdfinvf(fminf(count / size, 0.5f)); };
-    float delta;
-    if (by_count) {
-      delta = 0.8f * quantile((float)limits.top_k);  // the paper's margin
-      delta = fmaxf(delta, quantile(0.5f * (limits.top_k + kCandidates)));
-    } else {
-      // Under softmax a normal law is a normal law about its mean plus sigma squared.
-      delta = sigma / limits.temperature - normcdfinvf(limits.top_p);
-      delta -= 0.2f * fabsf(delta);
-      delta = fmaxf(delta, quantile(0.5f * kCandidates));
-    }
-    const float threshold = best + mean + delta * sigma;
-    // No statistics (no number in the sample, infinite ones): nothing is gathered.
-    return threshold > -CUDART_INF_F ? threshold : CUDART_INF_F;
-  }
-
-  // Part 2: the key at which the measure, taken in descending order from `to`, reaches the target;
+  // Part 3: the key at which the measure, taken in descending order from `to`, reaches the target;
   // `above` is the measure beyond `to`. The measure of all keys in [from, to] reaches it.
   template <class M>
   __device__ Found<M> locate(unsigned from, unsigned to, typename M::Sum above,
@@ -490,7 +860,8 @@ struct Kept {
         histogram.counts[i] = histogram.mass0[i] = histogram.mass1[i] = histogram.mass2[i] = 0;
       }
       __syncthreads();
-      row.template for_each<1>([&](float x, int) {
+      count_step(), count_pass(kFallback);
+      row.template for_each<kHeavy>([&](float x, int) {
         const unsigned key = key_of(x);
         if (key >= from && key <= to) tally<M>((key - from) >> shift, key);
       });
@@ -520,6 +891,7 @@ struct Kept {
         return {from, above};
       }
       if (count <= kCandidates) {
+        count_pass();
         row.template for_each<kLight>([&](float x, int i) {
           const unsigned key = key_of(x);
           if (key >= from && key <= to) push(&slots, key, i);
@@ -539,7 +911,7 @@ struct Kept {
   // The mass of everything with a greater key.
   __device__ Mass mass_above(unsigned key) const {
     Mass sum = {0, 0};
-    if (high == ~0u && gathered && key >= low) {
+    if (high == ~0u && gathered && key + 1 >= low) {
 #pragma unroll 1
       for (int i = threadIdx.x; i < gathered; i += kThreads) {
         const unsigned its = shared.gathered.keys[i];
@@ -547,7 +919,8 @@ struct Kept {
       }
       return block_sum<Weight>(sum);
     }
-    row.template for_each<1>([&](float x, int) {
+    count_pass(kSecondPass);
+    row.template for_each<kHeavy>([&](float x, int) {
       if (key_of(x) > key) sum = sum + Mass{softmax.mass(x), 0};
     });
     return team_combine<C>(block_sum<Weight>(sum), AddSums());
@@ -597,7 +970,7 @@ struct Kept {
     if (least > cut_key) cut_key = least - 1, *ties = 0;
   }
 
-  // Part 3: the position after the `nth` element with the cut's key, nth >= 1.
+  // Part 4: the position after the `nth` element with the cut's key, nth >= 1.
   __device__ unsigned position_of_tie(unsigned nth) {
     if (cut_key >= low && cut_key <= high && gathered) {
       const Found<Count> found = pivot_search<Count>(
@@ -609,6 +982,7 @@ struct Kept {
           [](int) { return 1u; });
       return ~found.key + 1;
     }
+    count_pass();
     auto ties = [&](const Vector<T>& v) {
       unsigned count = 0;
 #pragma unroll
@@ -674,7 +1048,7 @@ template <class M>
 __device__ __forceinline__ typename M::Sum Kept<T, C>::tallied(int bin) const {
   typename M::Sum sum = M::zero();
 #pragma unroll 1
-  for (int r = 0; r < C; r++) {
+  for (int r = 0; r < Team<C>::size(); r++) {
     const Histogram& h = *Team<C>::at(&shared.histogram, r);
     if constexpr (sizeof(sum) == sizeof(unsigned)) sum = sum + h.counts[bin];
     else sum = sum + Mass{(u64)h.mass1[bin] << 32 | h.mass0[bin], h.mass2[bin]};
