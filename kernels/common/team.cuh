@@ -1,5 +1,5 @@
-// A team of blocks that works on one row: one block (C = 1), or on sm_90 a thread-block cluster of
-// as many as the launch says, up to C, whose members read each other's shared memory.
+// A team of blocks that works on one row: one block (C = 1), or on sm_90 a thread-block cluster
+// of up to C, whose members read each other's shared memory.
 //
 // Every member makes the same decisions from the same numbers: what a member alone knows (sums over
 // its slice of the row, gathered elements) is made common right after it is found.

@@ -1,4 +1,4 @@
-// A cluster of blocks a row, as many as the launch says.
+// A cluster of blocks a row: its size is the launch's.
 #include "sample.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
