@@ -13,10 +13,16 @@ use common::cases::{self, Batch};
 use common::{logits, processor, rng, Law, Oracle, Params, LAWS};
 use half::{bf16, f16};
 use rand::Rng;
+use std::sync::OnceLock;
 
-/// A CUDA device with this thread's own stream: tests run side by side.
+/// One CUDA device for all tests: each handle of its own would load all kernels anew.
 fn gpu() -> Result<Device> {
-    Device::new_cuda_with_stream(0)
+    static DEVICE: OnceLock<Device> = OnceLock::new();
+    if let Some(device) = DEVICE.get() {
+        return Ok(device.clone());
+    }
+    let device = Device::new_cuda_with_stream(0)?;
+    Ok(DEVICE.get_or_init(|| device).clone())
 }
 
 /// Runs a case in each form of the kernels. `check_batch` does so by itself.
@@ -245,7 +251,7 @@ fn beyond_two_to_the_31_elements() -> Result<()> {
 #[ignore = "needs a CUDA GPU"]
 fn two_streams_at_once() -> Result<()> {
     let work = |seed: u64| -> Result<()> {
-        let device = gpu()?;
+        let device = Device::new_cuda_with_stream(0)?;
         for round in 0..20 {
             let batch = Batch {
                 rows: (0..8)

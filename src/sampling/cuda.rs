@@ -3,9 +3,7 @@
 use super::cpu::Drawn;
 use super::sample::{self, Draw, DrawOperand};
 use super::truncation::{row_and_column, Mass, Operand, Rows, Truncation, PACKED};
-use crate::cuda::{
-    self, Family, Form, Kernel, Teams, CANDIDATES, MASK, REPEAT_PENALTY, SAMPLE,
-};
+use crate::cuda::{self, Family, Form, Kernel, Teams, CANDIDATES, MASK, REPEAT_PENALTY, SAMPLE};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus;
 use candle_core::cuda_backend::cudarc::driver::{
