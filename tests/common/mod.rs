@@ -3,6 +3,7 @@
 #![allow(dead_code)] // Each test binary uses its part.
 
 pub mod cases;
+pub mod into;
 pub mod processor;
 
 use candle_topk::sampling::{Mass, Truncation};
