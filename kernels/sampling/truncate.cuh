@@ -866,13 +866,17 @@ struct Kept {
         if (key >= from && key <= to) tally<M>((key - from) >> shift, key);
       });
       Team<C>::sync();
-      // Thread t looks at the bins 2t and 2t + 1 from the top.
-      const int upper = kBins - 1 - 2 * threadIdx.x, lower = upper - 1;
-      const Sum own[2] = {tallied<M>(upper), tallied<M>(lower)};
+      // Each thread looks at a few bins, the first thread at the uppermost.
+      constexpr int kEach = kBins / kThreads;
+      static_assert(kEach * kThreads == kBins, "all bins are looked at");
+      const int upper = kBins - 1 - kEach * threadIdx.x;
+      Sum own[kEach], sum = M::zero();
+#pragma unroll
+      for (int i = 0; i < kEach; i++) own[i] = tallied<M>(upper - i), sum = sum + own[i];
       Sum total;
-      Sum before = above + block_exclusive_sum(own[0] + own[1], M::zero(), AddSums(), &total);
-#pragma unroll 1
-      for (int i = 0; i < 2; i++) {
+      Sum before = above + block_exclusive_sum(sum, M::zero(), AddSums(), &total);
+#pragma unroll
+      for (int i = 0; i < kEach; i++) {
         const Sum after = before + own[i];
         if (before < target && !(after < target)) {
           choice = {before, (unsigned)(upper - i), tallied<Count>(upper - i)};
