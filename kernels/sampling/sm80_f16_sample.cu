@@ -2,7 +2,6 @@
 #include "sample.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    sample(const Request request, const DrawSource draws, unsigned* tokens,
-           unsigned* notes, unsigned refused) {
-  sample<__half, 1>(request, draws, tokens, notes, refused);
+    sample(const Request request, const DrawSource draws, const SampleOutputs out) {
+  sample<__half, 1>(request, draws, out);
 }

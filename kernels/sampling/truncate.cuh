@@ -44,7 +44,26 @@ struct Request {
   float top_k, top_p, min_p, temperature;
   int vocab;
   int joint;
+  // Null, or four counters a row: `RouteCounters`.
+  unsigned* routes;
 };
+
+// How a row's cut was found: `Routes` in src/sampling/buffers.rs. Only the first thread of a block
+// counts, and only the first block of a team reports.
+constexpr unsigned kHit = 1, kSecondPass = 2, kFallback = 4, kNoTruncation = 8;
+struct RouteCounters {
+  unsigned route, gathered, steps, passes;
+};
+__device__ __forceinline__ RouteCounters& route_counters() {
+  __shared__ RouteCounters counters;
+  return counters;
+}
+__device__ __forceinline__ void count_step() {
+  if (threadIdx.x == 0) route_counters().steps++;
+}
+__device__ __forceinline__ void count_pass(unsigned route = 0) {
+  if (threadIdx.x == 0) route_counters().passes++, route_counters().route |= route;
+}
 
 // One row's parameters: `RowTruncation` in src/sampling/truncation.rs.
 struct Truncation {
@@ -153,6 +172,7 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
   const int lane = threadIdx.x % 32;
   while (true) {
     // Shrink the range to the keys that exist in it.
+    count_step();
     __syncthreads();
     if (threadIdx.x == 0) step.left = 0, step.low = ~0u, step.high = 0, step.slots = 0;
     __syncthreads();
@@ -255,26 +275,14 @@ struct Kept {
         limits(r, row_index()),
         shared(shared),
         softmax(0.0f, 1.0f) {
-    scan();
-    if (numbers == 0) {
-      cut_key = ~0u, cut_end = 0;
-      return;
+    if (threadIdx.x == 0) route_counters() = RouteCounters{0, 0, 0, 0};
+    find_cut(r.joint);
+    if (r.routes && threadIdx.x == 0 && Team<C>::rank() == 0) {
+      RouteCounters counters = route_counters();
+      if (numbers > 0 && on_chip()) counters.route |= kHit;
+      if (cut_key == kNegInfinityKey && cut_end == 0) counters.route |= kNoTruncation;
+      reinterpret_cast<RouteCounters*>(r.routes)[row_index()] = counters;
     }
-    softmax = Softmax(value_of(best_key), limits.temperature);
-    cut_key = kNegInfinityKey, cut_end = 0;
-    if (limits.top_k == 1) {
-      cut_key = best_key, cut_end = best_position + 1;
-      return;
-    }
-    const unsigned k = limits.top_k < numbers ? limits.top_k : 0;
-    unsigned ties = 0;  // how many elements with the cut's key are kept; 0 where it's exclusive
-    if (k) {
-      const Found<Count> found = locate<Count>(kNegInfinityKey + 1, best_key, 0u, k);
-      cut_key = found.key, ties = k - found.above;
-    }
-    if (limits.top_p < 1.0f) top_p(r.joint, &ties);
-    if (limits.min_p > 0.0f) min_p(&ties);
-    if (ties) cut_end = position_of_tie(ties);
   }
 
   static __device__ __forceinline__ long long row_index() { return blockIdx.x / C; }
@@ -312,6 +320,29 @@ struct Kept {
   }
 
  private:
+  __device__ void find_cut(int joint) {
+    scan();
+    if (numbers == 0) {
+      cut_key = ~0u, cut_end = 0;
+      return;
+    }
+    softmax = Softmax(value_of(best_key), limits.temperature);
+    cut_key = kNegInfinityKey, cut_end = 0;
+    if (limits.top_k == 1) {
+      cut_key = best_key, cut_end = best_position + 1;
+      return;
+    }
+    const unsigned k = limits.top_k < numbers ? limits.top_k : 0;
+    unsigned ties = 0;  // how many elements with the cut's key are kept; 0 where it's exclusive
+    if (k) {
+      const Found<Count> found = locate<Count>(kNegInfinityKey + 1, best_key, 0u, k);
+      cut_key = found.key, ties = k - found.above;
+    }
+    if (limits.top_p < 1.0f) top_p(joint, &ties);
+    if (limits.min_p > 0.0f) min_p(&ties);
+    if (ties) cut_end = position_of_tie(ties);
+  }
+
   // Part 1: the proposal and the pass over the row.
   __device__ void scan() {
     const float threshold = proposal();
@@ -322,6 +353,7 @@ struct Kept {
     float best = -CUDART_INF_F;
     int position = 0;
     unsigned above = 0, flags = 0;
+    count_pass();
     row.template for_each<kLight>([&](float x, int i) {
       if (x > best) best = x, position = i;
       above += x > -CUDART_INF_F;
@@ -358,6 +390,7 @@ struct Kept {
     __syncthreads();
     unsigned total;
     team_exclusive_sum<C>(*slots, 0u, AddSums(), &total);
+    if (threadIdx.x == 0) route_counters().gathered = total;
     if (total > kCandidates) {
       forget();
       return;
@@ -490,6 +523,7 @@ struct Kept {
         histogram.counts[i] = histogram.mass0[i] = histogram.mass1[i] = histogram.mass2[i] = 0;
       }
       __syncthreads();
+      count_step(), count_pass(kFallback);
       row.template for_each<1>([&](float x, int) {
         const unsigned key = key_of(x);
         if (key >= from && key <= to) tally<M>((key - from) >> shift, key);
@@ -520,6 +554,7 @@ struct Kept {
         return {from, above};
       }
       if (count <= kCandidates) {
+        count_pass();
         row.template for_each<kLight>([&](float x, int i) {
           const unsigned key = key_of(x);
           if (key >= from && key <= to) push(&slots, key, i);
@@ -547,6 +582,7 @@ struct Kept {
       }
       return block_sum<Weight>(sum);
     }
+    count_pass(kSecondPass);
     row.template for_each<1>([&](float x, int) {
       if (key_of(x) > key) sum = sum + Mass{softmax.mass(x), 0};
     });
@@ -607,6 +643,7 @@ struct Kept {
           [](int) { return 1u; });
       return ~found.key + 1;
     }
+    count_pass();
     auto ties = [&](const Vector<T>& v) {
       unsigned count = 0;
 #pragma unroll

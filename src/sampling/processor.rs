@@ -303,7 +303,9 @@ fn on_cpu(
     let draws = candle_core::CpuStorage::U32(draws.to_vec());
     let layout = candle_core::Layout::contiguous(rows.batch);
     let draws = DrawOperand::Rows(&draws, &layout);
-    sample::cpu_draw(storage, rows, Operand::scalar(OP, rows, truncation)?, draws)
+    let operand = Operand::scalar(OP, rows, truncation)?;
+    let (drawn, _) = sample::cpu_draw(storage, rows, operand, draws)?;
+    Ok(drawn)
 }
 
 /// Why a row has no answer, if it has none.

@@ -3,6 +3,7 @@
 #![allow(dead_code)] // Each test binary uses its part.
 
 pub mod cases;
+pub mod into;
 pub mod machine;
 pub mod processor;
 
