@@ -16,7 +16,8 @@
 //! several launch shapes the fastest, over the same bytes, in the same run, with the same state of L2.
 //!
 //! Before an op is timed, its outputs are overwritten with what no op gives, its graph is replayed,
-//! and rows are compared with a stable sort in f64: the key "exact". A mismatch ends the run.
+//! and rows are compared with a stable sort in f64: the key "exact". A mismatch is named on stderr
+//! and makes the run fail at its end.
 
 #[path = "../tests/common/mod.rs"]
 mod common;
@@ -639,13 +640,14 @@ fn host_row(tensor: &Tensor, row: usize) -> Result<Vec<f32>> {
     row.to_dtype(DType::F32)?.to_vec1()
 }
 
-/// Everything at one batch of logits.
-fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) -> Result<()> {
+/// Everything at one batch of logits. Gives the number of mismatches.
+fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) -> Result<usize> {
     let logits = Tensor::zeros((b, v), dtype.dtype(), &gpu.device)?;
     let masked = Tensor::zeros((b, v), dtype.dtype(), &gpu.device)?;
     gpu.generate(&logits, dist)?;
     let floors = (gpu.floor(false, &logits)?, gpu.floor(true, &logits)?);
 
+    let mut mismatches = 0;
     let mut rng = rng(gpu.seed ^ (b * v) as u64);
     let checked = rand::seq::index::sample(&mut rng, b, args.check.min(b)).into_vec();
     let mut host = vec![];
@@ -687,15 +689,19 @@ fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) 
                 gpu.poison(&masked)?;
             }
             graph.launch().w()?;
+            let mut exact = !rows.is_empty();
             for row in &rows {
                 if let Err(mismatch) = run.compare(&case, row)? {
-                    bail!(
-                        "{:?} {}, mode {mode}, row {}, seed {}: {mismatch}",
+                    eprintln!(
+                        "MISMATCH: {:?} {}, b {b}, v {v}, {dtype:?}, {}, {mode}, row {}, seed {}: {mismatch}",
                         entry.op,
                         entry.variant.unwrap_or("as it is"),
+                        dist.name(),
                         row.index,
                         gpu.seed
-                    )
+                    );
+                    exact = false;
+                    mismatches += 1;
                 }
             }
             // Only an op in place leaves its input masked.
@@ -709,7 +715,7 @@ fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) 
             let more = json!({
                 "b": b, "v": v, "mode": mode, "dist": dist.name(), "dtype": dtype.dtype().as_str(),
                 "read_floor_us": us(floors.0), "copy_floor_us": us(floors.1),
-                "l2": "rotated", "workspace": WORKSPACE, "exact": !rows.is_empty(),
+                "l2": "rotated", "workspace": WORKSPACE, "exact": exact,
             });
             line.extend(more.as_object().cloned().unwrap_or_default());
             match entry.op {
@@ -726,7 +732,7 @@ fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) 
             println!("{}", serde_json::Value::Object(line));
         }
     }
-    Ok(())
+    Ok(mismatches)
 }
 
 impl Gpu {
@@ -796,8 +802,9 @@ fn main() -> Result<()> {
         serde_json::Value::Object(gpu.line("empty_graph", &times))
     );
     let start = std::time::Instant::now();
+    let mut mismatches = 0;
     for &(dist, dtype, b, v) in &shapes {
-        measure(&gpu, &args, dist, dtype, b, v)
+        mismatches += measure(&gpu, &args, dist, dtype, b, v)
             .map_err(|e| e.context(format!("b {b}, v {v}, {}", dist.name())))?;
     }
     eprintln!(
@@ -805,5 +812,8 @@ fn main() -> Result<()> {
         shapes.len(),
         start.elapsed().as_secs_f64()
     );
+    if mismatches > 0 {
+        bail!("{mismatches} mismatches with the stable sort, named above")
+    }
     Ok(())
 }
