@@ -258,7 +258,7 @@ fn routes_taken(device: &Device) -> Result<()> {
     };
     let greedy = of(row(Law::Normal, 33000), greedy)?;
     assert!(!greedy.fallback() && !greedy.no_truncation(), "{greedy:?}");
-    assert_eq!((greedy.passes(), greedy.steps()), (1, 0), "{greedy:?}");
+    assert_eq!(greedy.passes(), 1, "{greedy:?}");
 
     let empty = of(vec![f32::NEG_INFINITY; 33000], Params { k: 50, ..none })?;
     assert!(!empty.hit() && !empty.fallback() && !empty.no_truncation());
@@ -272,7 +272,8 @@ fn routes_taken(device: &Device) -> Result<()> {
 #[ignore = "needs a CUDA GPU"]
 fn graph_replays() -> Result<()> {
     for form in [Form::Sm80, Form::Sm90] {
-        let device = gpu()?;
+        // Its own stream: what another thread put on it would be captured.
+        let device = Device::new_cuda_with_stream(0)?;
         let cuda = device.as_cuda_device()?;
         // SAFETY: this thread uses one stream and no other device handle, so nothing is ordered by
         // events.
