@@ -85,23 +85,42 @@ struct Row {
     return v;
   }
 
+  // Sends for the beginning of the slice, to L2.
+  __device__ __forceinline__ void prefetch() const {
+    constexpr int kAhead = 8;
+#pragma unroll
+    for (int d = 0; d < kAhead; d++) {
+      const int j = begin + threadIdx.x + d * blockDim.x;
+      if (j < end) asm volatile("prefetch.global.L2 [%0];" ::"l"(data + max(first(j), 0)));
+    }
+  }
+
   // f(vector, position of its first element) for every vector of the slice once. Each thread has
-  // kDepth loads in flight: nothing stands between them.
+  // kDepth loads in flight, and sends for the next before it looks at what has come.
   template <int kDepth, class F>
   __device__ __forceinline__ void for_each_vector(F f) const {
     const int whole = (shift + size) / kWidth;
     const int from = begin == 0 && shift > 0 ? 1 : begin, to = min(end, whole);
+    const int stride = blockDim.x;
+    const auto load_tile = [&](Vector<T>(&v)[kDepth], int j) {
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
+        if (j + d * stride < to) v[d] = load_inside(j + d * stride);
+      }
+    };
+    int j = from + threadIdx.x;
+    Vector<T> v[kDepth];
+    load_tile(v, j);
 #pragma unroll 1
-    for (int j = from + threadIdx.x; j < to; j += kDepth * blockDim.x) {
-      Vector<T> v[kDepth];
+    for (; j < to; j += kDepth * stride) {
+      Vector<T> next[kDepth];
+      load_tile(next, j + kDepth * stride);
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {
-        if (j + d * (int)blockDim.x < to) v[d] = load_inside(j + d * blockDim.x);
+        if (j + d * stride < to) f(v[d], first(j + d * stride));
       }
 #pragma unroll
-      for (int d = 0; d < kDepth; d++) {
-        if (j + d * (int)blockDim.x < to) f(v[d], first(j + d * blockDim.x));
-      }
+      for (int d = 0; d < kDepth; d++) v[d] = next[d];
     }
     // The first and the last, where they stick out.
     const int at = threadIdx.x == 0 ? begin : end - 1;

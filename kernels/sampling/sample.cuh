@@ -41,9 +41,9 @@ struct SampleOutputs {
   unsigned refused;
 };
 
-// All inversions tell the mass of the kept set too.
+// All inversions tell the mass of the kept set too; this one, the token's logit.
 template <class T, int C>
-__device__ unsigned invert_top(const Kept<T, C>& kept, u64 draw, Mass* mass) {
+__device__ unsigned invert_top(const Kept<T, C>& kept, u64 draw, Mass* mass, float* logit) {
   const Top& top = kept.shared.top;
   unsigned size;
   kept.count_and_mass(&size, mass);
@@ -58,12 +58,13 @@ __device__ unsigned invert_top(const Kept<T, C>& kept, u64 draw, Mass* mass) {
     up_to = up_to + Mass{(unsigned)top.ranked[other] >= mine ? top.mass[other] : 0, 0};
   }
   up_to = up_to + shuffle_xor(up_to, 1), up_to = up_to + shuffle_xor(up_to, 2);
-  __shared__ unsigned token;
+  __shared__ unsigned drawn;
   if (part == 0 && element < size && point < up_to && !(point < up_to - Mass{top.mass[element], 0})) {
-    token = ~mine;
+    drawn = element;
   }
   __syncthreads();
-  return token;
+  *logit = value_of(top.ranked[drawn] >> 32);
+  return ~(unsigned)top.ranked[drawn];
 }
 
 template <class T, int C>
@@ -163,21 +164,24 @@ __device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw, Mass* mas
 template <class T, int C>
 __device__ void sample(const Request& request, const DrawSource& draws, const SampleOutputs& out) {
   extern __shared__ uint4 dynamic[];
+  // Its loads, too, go out at the beginning.
+  const u64 draw = draws.draw(Kept<T, C>::row_index());
   const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic));
   const long long b = kept.row_index();
   const unsigned held = kept.has_nan | kept.has_infinity << 1;
   bool says = Team<C>::rank() == 0;
   unsigned token = ~0u;
+  float logit = CUDART_NAN_F;  // where it is known without a look at the row
   Mass mass = {1ull << 62, 0};  // of a set of one
   if (kept.numbers > 0 && !(held & out.refused)) {
     if (kept.cut_key == kept.best_key && kept.cut_end == kept.best_position + 1) {
-      token = kept.best_position;  // a set of one
+      token = kept.best_position, logit = value_of(kept.best_key);  // a set of one
     } else if (kept.members) {
-      token = invert_top(kept, draws.draw(b), &mass);
+      token = invert_top(kept, draw, &mass, &logit);
     } else if (kept.on_chip()) {
-      token = invert_on_chip(kept, draws.draw(b), &mass);
+      token = invert_on_chip(kept, draw, &mass);
     } else {
-      token = invert_in_memory(kept, draws.draw(b), &mass);
+      token = invert_in_memory(kept, draw, &mass);
       says = token != ~0u;
     }
   }
@@ -189,7 +193,8 @@ __device__ void sample(const Request& request, const DrawSource& draws, const Sa
       float log_prob = -CUDART_INF_F;
       if (token != ~0u) {
         const double log_mass = log(raw_double(mass) / 4611686018427387904.0);
-        log_prob = kept.softmax.log_weight(widen(kept.row.data[token]), log_mass);
+        if (logit != logit) logit = widen(kept.row.data[token]);
+        log_prob = kept.softmax.log_weight(logit, log_mass);
       }
       out.log_probs[b] = log_prob;
     }

@@ -78,6 +78,7 @@ struct Truncation {
   float min_p;     // 0 and below: no limit
   float temperature;
 
+  Truncation() = default;
   __device__ Truncation(const Request& r, long long row) {
     float k = r.top_k, p = r.top_p, m = r.min_p, t = r.temperature;
     if (r.params) {
@@ -274,8 +275,24 @@ struct Kept {
   // Loads in flight for a pass that does little else, and for one that computes.
   static constexpr int kLight = 4, kHeavy = 1;
 
+  // The sample: a few vectors a thread, evenly from the row.
+  struct Sampled {
+    static constexpr int kVectors = sizeof(T) == 4 ? 2 : 1;
+    static constexpr int kSize = kThreads * kVectors * Row<T>::kWidth;
+    Vector<T> vectors[kVectors];
+
+    __device__ explicit Sampled(const Row<T>& row) {
+#pragma unroll
+      for (int i = 0; i < kVectors; i++) {
+        const int at = threadIdx.x + i * kThreads;
+        vectors[i] = row.load((int)((long long)at * row.vectors() / (kThreads * kVectors)));
+      }
+    }
+    __device__ __forceinline__ float operator()(int i, int w) const { return widen(vectors[i].at[w]); }
+  };
+
   const Row<T> row;
-  const Truncation limits;
+  Truncation limits;
   Shared<C>& shared;
   Softmax softmax;
 
@@ -295,11 +312,14 @@ struct Kept {
 
   __device__ Kept(const Request& r, Shared<C>& shared)
       : row(static_cast<const T*>(r.logits) + row_index() * r.row_stride, r.vocab, Team<C>::rank(), Team<C>::size()),
-        limits(r, row_index()),
         shared(shared),
         softmax(0.0f, 1.0f) {
+    // Loads that wait for nothing go out together.
+    const Sampled sampled(row);
+    limits = Truncation(r, row_index());
+    row.prefetch();
     if (threadIdx.x == 0) route_counters() = RouteCounters{0, 0, 0, 0};
-    find_cut(r.joint);
+    find_cut(r.joint, sampled);
     if (r.routes && threadIdx.x == 0 && Team<C>::rank() == 0) {
       RouteCounters counters = route_counters();
       if (numbers > 0 && on_chip()) counters.route |= kHit;
@@ -346,20 +366,27 @@ struct Kept {
   }
 
  private:
-  __device__ void find_cut(int joint) {
+  __device__ void find_cut(int joint, const Sampled& sampled) {
     members = 0;
-    const Proposal proposal = propose();
-    const float sum = pass(proposal, sums(joint));
+    const Proposal proposal = propose(sampled);
+    const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
     // Whether `numbers` is exact.
-    bool counted = gathered && low <= kNegInfinityKey + 1;
-    if (has_nan || has_infinity || best_key <= kNegInfinityKey) count_all(), counted = true;
+    bool counted = limited && !proposal.gathers;
+    float sum = 0.0f;
+    if (counted) {
+      forget();
+      count_all();
+    } else {
+      sum = pass(proposal, sums(joint));
+      counted = gathered && low <= kNegInfinityKey + 1;
+      if (has_nan || has_infinity || best_key <= kNegInfinityKey) count_all(), counted = true;
+    }
     cut_key = ~0u, cut_end = 0;
     if (numbers == 0) return;
     softmax = Softmax(value_of(best_key), limits.temperature);
     if (gathered && rank_top(joint, sum, proposal.reference)) return;
     if constexpr (C > 1) Team<C>::sync();  // The slices are free again.
 
-    const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
     if (limited && numbers < limits.top_k && !counted) count_all();
     cut_key = kNegInfinityKey;
     if (limits.top_k == 1) {
@@ -392,39 +419,37 @@ struct Kept {
   };
 
   // Part 1, the sample.
-  __device__ Proposal propose() {
-    constexpr int kSampled = sizeof(T) == 4 ? 2 : 1;  // vectors a thread
-    constexpr int kGroup = 8, kGroups = kThreads / kGroup;
-    static_assert(kGroups == 64, "two to a lane");
-    __shared__ float maxima[kGroups];
-    float x[kSampled][Row<T>::kWidth];
+  __device__ Proposal propose(const Sampled& x) {
+    constexpr int kSampled = Sampled::kVectors;
+    constexpr int kGroup = 8, kGroups = kThreads / kGroup, kShare = kGroups / kWarps;
+    static_assert(kShare * kGroup == 32 && kGroups == 64, "a warp ranks a few groups' maxima");
+    __shared__ float maxima[kGroups], nth_greatest;
     float best = -CUDART_INF_F;
 #pragma unroll
     for (int i = 0; i < kSampled; i++) {
-      const int at = (int)((long long)(threadIdx.x + i * kThreads) * row.vectors() / (kThreads * kSampled));
-      const Vector<T> v = row.load(at);
 #pragma unroll
-      for (int w = 0; w < Row<T>::kWidth; w++) x[i][w] = widen(v.at[w]), best = fmaxf(best, x[i][w]);
+      for (int w = 0; w < Row<T>::kWidth; w++) best = fmaxf(best, x(i, w));
     }
     const auto greater = [](float a, float b) { return fmaxf(a, b); };
     const float group = warp_reduce<kGroup>(best, greater);
     if (threadIdx.x % kGroup == 0) maxima[threadIdx.x / kGroup] = group;
     __syncthreads();
     const int lane = threadIdx.x % 32;
-    const float first = maxima[lane], second = maxima[lane + 32];
-    const float reference = warp_reduce(fmaxf(first, second), greater);
+    const float reference = warp_reduce(fmaxf(maxima[lane], maxima[lane + 32]), greater);
     // The nth of the groups' maxima: about the nth of the sample, or a little below.
     const auto nth_maximum = [&](int nth) {
-      int before_first = 0, before_second = 0;
-#pragma unroll 4
-      for (int g = 0; g < kGroups; g++) {
-        const float its = maxima[g];
-        before_first += its > first || (its == first && g < lane);
-        before_second += its > second || (its == second && g < lane + 32);
+      const int mine = threadIdx.x / 32 * kShare + lane / kGroup;
+      int before = 0;
+#pragma unroll
+      for (int i = 0; i < kGroups / kGroup; i++) {
+        const int other = i * kGroup + lane % kGroup;
+        before += maxima[other] > maxima[mine] || (maxima[other] == maxima[mine] && other < mine);
       }
-      return warp_reduce(fmaxf(before_first == nth - 1 ? first : -CUDART_INF_F,
-                               before_second == nth - 1 ? second : -CUDART_INF_F),
-                         greater);
+#pragma unroll
+      for (int lanes = kGroup / 2; lanes > 0; lanes /= 2) before += __shfl_xor_sync(~0u, before, lanes);
+      if (before == nth - 1 && lane % kGroup == 0) nth_greatest = maxima[mine];
+      __syncthreads();
+      return nth_greatest;
     };
     const auto above = [&](float threshold) {
       return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference};
@@ -438,12 +463,12 @@ struct Kept {
       return above(reference + limits.temperature * (logf(limits.min_p) - 1e-3f));
     }
     // How many logits one of the sample stands for.
-    const float each = (float)row.size / (kThreads * kSampled * Row<T>::kWidth);
+    const float each = (float)row.size / Sampled::kSize;
     if (limits.top_k == 1) return above(reference);
     int nth;
     if (by_count) {
-      // Fewer than k reach it about once in 3000 rows.
-      nth = (int)fminf(2.0f * limits.top_k / each + 4.0f, 64.0f);
+      // Fewer than k reach it about once in 100,000 rows.
+      nth = (int)fminf(2.0f * limits.top_k / each + 7.0f, 64.0f);
       if (nth <= 48) return above(nth_maximum(nth));
       if (limits.top_k > kCandidates / 2) return {0.0f, false, reference};
     } else {
@@ -463,11 +488,11 @@ struct Kept {
     for (int i = 0; i < kSampled; i++) {
 #pragma unroll
       for (int w = 0; w < Row<T>::kWidth; w++) {
-        const float d = x[i][w] - reference;
-        if (x[i][w] > floor && x[i][w] < CUDART_INF_F) m.n += 1.0f, m.sum += d, m.squares += d * d;
+        const float d = x(i, w) - reference;
+        if (x(i, w) > floor && x(i, w) < CUDART_INF_F) m.n += 1.0f, m.sum += d, m.squares += d * d;
         const float weight = exp2_approx(d * scale);
         m.whole += weight;
-        if (x[i][w] < threshold) m.rest += weight;
+        if (x(i, w) < threshold) m.rest += weight;
       }
     }
     m = block_reduce(m, [](Moments a, Moments b) {
@@ -487,8 +512,9 @@ struct Kept {
       // Under softmax a normal law is a normal law about its mean plus sigma squared.
       delta = sigma / limits.temperature - normcdfinvf(limits.top_p);
       delta -= 0.2f * fabsf(delta);
-      // Where so many are kept that they do not fit, nothing is gained by gathering some.
-      if (delta < quantile(kCandidates)) return {0.0f, false, reference};
+      // Where more are kept than fit, by this law: greater logits that the sample has missed may
+      // still outweigh it.
+      if (delta < quantile(kCandidates)) return above(threshold);
       delta = fmaxf(delta, quantile(0.5f * kCandidates));
     }
     const float proposed = reference + mean + delta * sigma;
@@ -561,22 +587,21 @@ struct Kept {
     if constexpr (C > 1) {
       if (threadIdx.x == 0) said = {part, slots};
       Team<C>::sync();
-      unsigned place = 0;
-      part = {-CUDART_INF_F, 0.0f}, total = 0;
-      for (int r = 0; r < Team<C>::size(); r++) {
-        const Said its = *Team<C>::at(&said, r);
-        part = combine(part, its.part), total += its.slots;
-      }
+      // Lane r hears member r; then a few warps copy from each.
+      const int lane = threadIdx.x % 32, size = Team<C>::size();
+      Said its = {{-CUDART_INF_F, 0.0f}, 0};
+      if (lane < size) its = *Team<C>::at(&said, lane);
+      part = warp_reduce(its.part, combine);
+      total = __reduce_add_sync(~0u, its.slots);
       if (total <= kCandidates) {
-        for (int r = 0; r < Team<C>::size(); r++) {
-          const Elements* slice = Team<C>::at(&shared.slice, r);
-          const unsigned count = Team<C>::at(&said, r)->slots;
+        const int member = threadIdx.x / 32 % size;
+        const unsigned place = __reduce_add_sync(~0u, lane < member ? its.slots : 0);
+        const unsigned count = __shfl_sync(~0u, its.slots, member);
+        const Elements* slice = Team<C>::at(&shared.slice, member);
 #pragma unroll 1
-          for (unsigned i = threadIdx.x; i < count; i += kThreads) {
-            shared.gathered.keys[place + i] = slice->keys[i];
-            shared.gathered.positions[place + i] = slice->positions[i];
-          }
-          place += count;
+        for (unsigned i = threadIdx.x / 32 / size * 32 + lane; i < count; i += kThreads / size) {
+          shared.gathered.keys[place + i] = slice->keys[i];
+          shared.gathered.positions[place + i] = slice->positions[i];
         }
       }
       __syncthreads();
@@ -636,7 +661,8 @@ struct Kept {
         atomicAdd(&top.bins[(shared.gathered.keys[i] - low) >> shift], 1u);
       }
       __syncthreads();
-      // How many bins from the top hold no more than kTop. Every warp finds out by itself.
+      // How many bins from the top hold no more than kTop, or the first k. Every warp finds out by
+      // itself.
       constexpr int kEach = kTopBins / 32;
       const int lane = threadIdx.x % 32;
       unsigned counts[kEach], inclusive = 0;
@@ -650,11 +676,13 @@ struct Kept {
         const unsigned below = __shfl_up_sync(~0u, inclusive, lanes);
         if (lane >= lanes) inclusive += below;
       }
+      const unsigned enough = limits.top_k > 0 ? min(limits.top_k, kTop) : kTop;
       unsigned running = inclusive - own, admitted = 0, bins = 0;
 #pragma unroll
       for (int b = 0; b < kEach; b++) {
+        const bool wanted = running < enough;
         running += counts[b];
-        if (running <= kTop) bins++, admitted = running;
+        if (wanted && running <= kTop) bins++, admitted = running;
       }
       bins = __reduce_add_sync(~0u, bins), count = __reduce_max_sync(~0u, admitted);
       if (count == 0) return false;
