@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-constexpr int kThreads = 512;
+// `kThreads` is the including file's: the forms of a kernel differ in it.
 constexpr int kWarps = kThreads / 32;
 static_assert((kWarps & (kWarps - 1)) == 0 && kWarps <= 32, "the second step of a reduction is one warp wide");
 

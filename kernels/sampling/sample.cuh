@@ -48,16 +48,16 @@ __device__ unsigned invert_top(const Kept<T, C>& kept, u64 draw, Mass* mass, flo
   unsigned size;
   kept.count_and_mass(&size, mass);
   const Mass point = inverted(*mass, draw);
-  // The mass of the members up to each, in the order of ids: a quarter of the comparisons a thread.
-  const unsigned element = threadIdx.x / 4, part = threadIdx.x % 4;
+  // The mass of the members up to each, in the order of ids: a part of the comparisons a thread.
+  const unsigned element = threadIdx.x / kParts, part = threadIdx.x % kParts;
   const unsigned mine = element < size ? (unsigned)top.ranked[element] : 0;
   Mass up_to = {0, 0};
 #pragma unroll 4
-  for (unsigned other = part; other < size; other += 4) {
+  for (unsigned other = part; other < size; other += kParts) {
     // Complements: the greater one is the lower id.
     up_to = up_to + Mass{(unsigned)top.ranked[other] >= mine ? top.mass[other] : 0, 0};
   }
-  up_to = up_to + shuffle_xor(up_to, 1), up_to = up_to + shuffle_xor(up_to, 2);
+  up_to = warp_reduce<kParts>(up_to, AddSums());
   __shared__ unsigned drawn;
   if (part == 0 && element < size && point < up_to && !(point < up_to - Mass{top.mass[element], 0})) {
     drawn = element;

@@ -1,4 +1,5 @@
 // A cluster of blocks a row: its size is the launch's.
+constexpr int kThreads = 512, kCandidates = 8192;
 #include "sample.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

@@ -35,9 +35,7 @@
 #include "../common/softmax.cuh"
 #include "../common/team.cuh"
 
-// Candidates that fit on chip: 64 KB of dynamic shared memory, which every device of sm_80 and
-// later has, twice on most.
-constexpr int kCandidates = 8192;
+// `kCandidates`, how many candidates fit on chip, is the including file's.
 constexpr int kBins = 2048;
 
 // The logits of a batch and their parameters: `Request` in src/sampling/cuda.rs.
@@ -107,6 +105,8 @@ constexpr int kSegments = 256;
 
 // The best of a row in order, found first in any order.
 constexpr int kTop = 128, kTopBins = 256;
+// Threads to an element.
+constexpr int kParts = kThreads / kTop;
 struct alignas(16) Top {
   // An element's key, and its position's complement: the order as an integer.
   u64 found[kTop], found_mass[kTop];
@@ -138,7 +138,8 @@ struct alignas(16) Shared<1> {
     Mass segments[kSegments];
   };
 };
-static_assert(sizeof(Shared<1>) == 72720 && sizeof(Shared<8>) == 72720 + (64 << 10),
+static_assert(sizeof(Shared<1>) == 7184 + 8 * (kCandidates > 4096 ? kCandidates : 4096) &&
+                  sizeof(Shared<8>) == sizeof(Shared<1>) + 8 * kCandidates,
               "src/sampling/cuda.rs asks for as much");
 
 // A measure of elements: their number or their mass. The search is the same for both.
@@ -277,8 +278,8 @@ struct Kept {
 
   // The sample: a few vectors a thread, evenly from the row.
   struct Sampled {
-    static constexpr int kVectors = sizeof(T) == 4 ? 2 : 1;
-    static constexpr int kSize = kThreads * kVectors * Row<T>::kWidth;
+    static constexpr int kSize = 4096;
+    static constexpr int kVectors = kSize / kThreads / Row<T>::kWidth;
     Vector<T> vectors[kVectors];
 
     __device__ explicit Sampled(const Row<T>& row) {
@@ -421,8 +422,7 @@ struct Kept {
   // Part 1, the sample.
   __device__ Proposal propose(const Sampled& x) {
     constexpr int kSampled = Sampled::kVectors;
-    constexpr int kGroup = 8, kGroups = kThreads / kGroup, kShare = kGroups / kWarps;
-    static_assert(kShare * kGroup == 32 && kGroups == 64, "a warp ranks a few groups' maxima");
+    constexpr int kGroups = 64, kGroup = kThreads / kGroups, kShare = 32 / kGroup;
     __shared__ float maxima[kGroups], nth_greatest;
     float best = -CUDART_INF_F;
 #pragma unroll
@@ -702,9 +702,7 @@ struct Kept {
     }
     __syncthreads();
     count_step();
-    // A quarter of the comparisons of an element each.
-    constexpr int kParts = kThreads / kTop;
-    static_assert(kParts == 4, "combined by two shuffles");
+    // A part of the comparisons of an element each.
     const unsigned element = threadIdx.x / kParts, part = threadIdx.x % kParts;
     const u64 mine = element < count ? top.found[element] : ~0ull;
     unsigned rank = 0;
@@ -714,8 +712,7 @@ struct Kept {
       const bool greater = top.found[other] > mine;
       rank += greater, above = above + Mass{greater ? top.found_mass[other] : 0, 0};
     }
-    above = above + shuffle_xor(above, 1), above = above + shuffle_xor(above, 2);
-    rank += __shfl_xor_sync(~0u, rank, 1), rank += __shfl_xor_sync(~0u, rank, 2);
+    above = warp_reduce<kParts>(above, AddSums()), rank = warp_reduce<kParts>(rank, AddSums());
     if (element < count && part == 0) {
       top.ranked[rank] = mine, top.mass[rank] = top.found_mass[element], top.above[rank] = above;
     }

@@ -15,14 +15,19 @@ use candle_core::{bail, CudaDevice, CudaStorage, DType, Result, Shape, Storage, 
 use half::{bf16, f16};
 use std::ffi::c_void;
 
-/// Threads of a block: `kThreads` in `kernels/common/block.cuh`.
-const THREADS: u32 = 512;
+/// Threads of a block: `kThreads` in the kernel's file.
+fn threads(form: Form) -> u32 {
+    match form {
+        Form::Sm80 => 256,
+        Form::Sm90 => 512,
+    }
+}
 
 /// `sizeof(Shared<C>)` in `kernels/sampling/truncate.cuh`.
 fn shared_bytes(form: Form) -> u32 {
     match form {
-        Form::Sm80 => 72_720,
-        Form::Sm90 => 72_720 + (64 << 10),
+        Form::Sm80 => 7184 + (32 << 10),
+        Form::Sm90 => 7184 + (128 << 10),
     }
 }
 
@@ -39,7 +44,7 @@ fn kernel(
     let teams = Teams {
         rows: rows.batch as u32,
         blocks,
-        threads: THREADS,
+        threads: threads(form),
         shared_bytes,
     };
     Ok((kernel, teams))
