@@ -138,8 +138,7 @@ struct alignas(16) Shared<1> {
     Mass segments[kSegments];
   };
 };
-static_assert(sizeof(Shared<1>) == 7184 + 8 * (kCandidates > 4096 ? kCandidates : 4096) &&
-                  sizeof(Shared<8>) == sizeof(Shared<1>) + 8 * kCandidates,
+static_assert(sizeof(Shared<1>) == 7184 + (32 << 10) && sizeof(Shared<8>) == 7184 + (64 << 10),
               "src/sampling/cuda.rs asks for as much");
 
 // A measure of elements: their number or their mass. The search is the same for both.
@@ -373,19 +372,19 @@ struct Kept {
     const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
     // Whether `numbers` is exact.
     bool counted = limited && !proposal.gathers;
-    float sum = 0.0f;
+    Part part = {0.0f, 0.0f, 0.0f};
     if (counted) {
       forget();
       count_all();
     } else {
-      sum = pass(proposal, sums(joint));
+      part = pass(proposal, sums(joint));
       counted = gathered && low <= kNegInfinityKey + 1;
       if (has_nan || has_infinity || best_key <= kNegInfinityKey) count_all(), counted = true;
     }
     cut_key = ~0u, cut_end = 0;
     if (numbers == 0) return;
     softmax = Softmax(value_of(best_key), limits.temperature);
-    if (gathered && rank_top(joint, sum, proposal.reference)) return;
+    if (gathered && rank_top(joint, part, proposal.reference)) return;
     if constexpr (C > 1) Team<C>::sync();  // The slices are free again.
 
     if (limited && numbers < limits.top_k && !counted) count_all();
@@ -524,7 +523,9 @@ struct Kept {
   }
 
   struct Part {
-    float best, sum;
+    float best;
+    // The weights, and the weights times what their exponents come to: how far rounding may reach.
+    float sum, tilt;
   };
 
   // A thread's part of the pass. By itself, with nothing by reference, so that the loop has all
@@ -532,18 +533,25 @@ struct Kept {
   template <bool kSums>
   static __device__ __noinline__ Part scan_slice(const Row<T> row, float threshold, float reference,
                                                  float scale, Elements* slice, unsigned* slots) {
-    float best = -CUDART_INF_F;
-    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float best = -CUDART_INF_F, sum = 0.0f, carry = 0.0f, tilt = 0.0f;
     row.template for_each_vector<kLight>([&](const Vector<T>& v, int first) {
       float most = widen(v.at[0]);
 #pragma unroll
       for (int w = 1; w < Row<T>::kWidth; w++) most = max_or_nan(most, widen(v.at[w]));
       best = max_or_nan(best, most);
       if constexpr (kSums) {
+        float weights[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int w = 0; w < Row<T>::kWidth; w++) {
-          sum[w % 4] += exp2_approx((widen(v.at[w]) - reference) * scale);
+          // 2^-200 is 0, and -inf times 0 would be NaN.
+          const float exponent = fmaxf((widen(v.at[w]) - reference) * scale, -200.0f);
+          const float weight = exp2_approx(exponent);
+          weights[w % 4] += weight, tilt += weight * fabsf(exponent);
         }
+        // With the rounding of each sum carried into the next (Kahan).
+        const float more = (weights[0] + weights[1]) + (weights[2] + weights[3]) - carry;
+        const float next = sum + more;
+        carry = (next - sum) - more, sum = next;
       }
       // NaN hides what is beside it: then the row is looked at again. A full buffer takes no more.
       if (most >= threshold && *(volatile unsigned*)slots <= kCandidates) {
@@ -557,12 +565,12 @@ struct Kept {
         }
       }
     });
-    return {best, (sum[0] + sum[1]) + (sum[2] + sum[3])};
+    return {best, sum, tilt};
   }
 
   // Part 1, the pass: the maximum, the elements that reach the threshold, and the f32 sum of weights
   // relative to the reference. What is rare (NaN, +inf) is only noticed.
-  __device__ float pass(const Proposal& proposal, bool sums_weights) {
+  __device__ Part pass(const Proposal& proposal, bool sums_weights) {
     __shared__ unsigned slots;
     __shared__ Part parts[kWarps];
     __shared__ struct Said {
@@ -578,7 +586,9 @@ struct Kept {
         ? scan_slice<true>(row, threshold, proposal.reference, CUDART_L2E_F / limits.temperature,
                            &shared.slice, &slots)
         : scan_slice<false>(row, threshold, 0.0f, 0.0f, &shared.slice, &slots);
-    const auto combine = [](Part a, Part b) { return Part{max_or_nan(a.best, b.best), a.sum + b.sum}; };
+    const auto combine = [](Part a, Part b) {
+      return Part{max_or_nan(a.best, b.best), a.sum + b.sum, a.tilt + b.tilt};
+    };
     part = warp_reduce(part, combine);
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
     __syncthreads();
@@ -589,7 +599,7 @@ struct Kept {
       Team<C>::sync();
       // Lane r hears member r; then a few warps copy from each.
       const int lane = threadIdx.x % 32, size = Team<C>::size();
-      Said its = {{-CUDART_INF_F, 0.0f}, 0};
+      Said its = {{-CUDART_INF_F, 0.0f, 0.0f}, 0};
       if (lane < size) its = *Team<C>::at(&said, lane);
       part = warp_reduce(its.part, combine);
       total = __reduce_add_sync(~0u, its.slots);
@@ -617,7 +627,7 @@ struct Kept {
     best_key = key_of(part.best), best_position = ~0u;
     numbers = gathered;
     if (numbers == 0 && best_key > kNegInfinityKey) numbers = 1;
-    return part.sum;
+    return part;
   }
 
   // Counts what is above -inf, and finds the first of the greatest: for rows with few numbers, NaN or
@@ -644,9 +654,9 @@ struct Kept {
     has_nan = summary.flags, has_infinity = numbers > 0 && value_of(best_key) == CUDART_INF_F;
   }
 
-  // Part 2: the cut, where it lies among the best kTop. `sum` is the pass's sum of weights relative
-  // to `reference`.
-  __device__ bool rank_top(int joint, float sum, float reference) {
+  // Part 2: the cut, where it lies among the best kTop. `passed` is the pass's result, its weights
+  // relative to `reference`.
+  __device__ bool rank_top(int joint, const Part& passed, float reference) {
     Top& top = shared.top;
     const bool whole_row = low <= kNegInfinityKey + 1;
     unsigned count = gathered, edge = low;
@@ -734,7 +744,7 @@ struct Kept {
       else exact = false;
       if (!exact) {
         Mass least, most;
-        if (!bounds(sum, reference, &least, &most)) {
+        if (!bounds(passed, reference, &least, &most)) {
           whole = mass_above(kNegInfinityKey), exact = true;
         } else {
           const Mass target = nucleus(limits.top_p, most);
@@ -770,21 +780,22 @@ struct Kept {
     return true;
   }
 
-  // Bounds of the exact sum of weights, from the f32 sum of weights relative to the reference; false
-  // where it has none. In units of the last place (2^-24), relative: the exponents of the f32 sum are
-  // off by 4 each times an exponent of at most 40, those of the exact weights by 2; a weight by 4;
-  // each addition by 1. What lies more than 40 below the greatest, in powers of two, is too light to
-  // matter, and counted at its number.
-  __device__ bool bounds(float sum, float reference, Mass* least, Mass* most) const {
-    const float temperature = limits.temperature;
-    const double max = value_of(best_key);
-    const double beyond = (max - (double)reference) / (double)temperature;  // at least 0
-    if (!(beyond < 27.0) || !(sum > 0.0f && sum < CUDART_INF_F) || !(max < 1e30) || !(reference > -1e30f)) {
+  // Bounds of the exact sum of weights, from the pass's f32 sum relative to the reference; false where
+  // there are none. In units of the last place (2^-24), relative: an exponent of the f32 sum is off by
+  // at most 4 times itself, one of the exact weights by 2; `tilt` has them all, as powers of two. A
+  // weight is off by 4 in the one sum and in the other, and a carried sum, with the tree that joins
+  // the threads', by 20; the rest is slack.
+  __device__ bool bounds(const Part& passed, float reference, Mass* least, Mass* most) const {
+    const double max = value_of(best_key), sum = passed.sum;
+    const double beyond = (max - (double)reference) / (double)limits.temperature;  // at least 0
+    if (!(beyond < 60.0) || !(sum > 0.0 && sum < 1e30) || !(passed.tilt < 1e30f) || !(max < 1e30) ||
+        !(reference > -1e30f)) {
       return false;
     }
-    const int additions = (row.vectors() / Team<C>::size() + kThreads) / kThreads * (Row<T>::kWidth / 4) + 24;
-    const double error = 1.5e-5 + additions * 6e-8 + row.size * 2e-12;
-    const double weights = (double)sum * exp(-beyond);
+    constexpr double kUnit = 1.0 / (1 << 24), kLn2 = 0.6931471805599453;
+    const double tilt = 1.05 * passed.tilt / sum * kLn2;
+    const double error = kUnit * (6.0 * tilt + 2.0 * beyond + 40.0);
+    const double weights = sum * exp(-beyond);
     *least = to_mass(weights * (1.0 - error)), *most = to_mass(weights * (1.0 + error));
     return true;
   }

@@ -123,7 +123,7 @@ pub enum Form {
     /// One block a row, on any device of compute capability 8.0 or later.
     Sm80,
     /// A thread-block cluster a row, of 2, 4 or 8 blocks, on devices of compute capability 9.0. By
-    /// default it serves batches that would leave at least half of the device idle.
+    /// default it serves batches of no more rows than the device has multiprocessors.
     Sm90,
 }
 
@@ -150,7 +150,7 @@ fn runs_sm90(device: &CudaDevice) -> Result<bool> {
 }
 
 /// The form to launch in, and how many blocks it gives each row: of what a cluster holds on every
-/// device, as many as leave no block waiting for another.
+/// device, as many as run at once, two on a multiprocessor.
 pub(crate) fn form(device: &CudaDevice, rows: usize) -> Result<(Form, u32)> {
     if !runs_sm90(device)? {
         return Ok((Form::Sm80, 1));
@@ -162,7 +162,7 @@ pub(crate) fn form(device: &CudaDevice, rows: usize) -> Result<(Form, u32)> {
         .w()?;
     let fitting = [8, 4, 2]
         .into_iter()
-        .find(|&blocks| rows * blocks <= multiprocessors as usize);
+        .find(|&blocks| rows * blocks <= 2 * multiprocessors as usize);
     Ok(match (FORCED.get(), fitting) {
         (Some(Form::Sm80), _) | (None, None) => (Form::Sm80, 1),
         (_, blocks) => (Form::Sm90, blocks.unwrap_or(2) as u32),

@@ -27,7 +27,7 @@ fn threads(form: Form) -> u32 {
 fn shared_bytes(form: Form) -> u32 {
     match form {
         Form::Sm80 => 7184 + (32 << 10),
-        Form::Sm90 => 7184 + (128 << 10),
+        Form::Sm90 => 7184 + (64 << 10),
     }
 }
 
