@@ -268,6 +268,9 @@ fn two_streams_at_once() -> Result<()> {
     other.join().expect("no panic")
 }
 
+/// A batch masked, the ids of its sets, and its tokens.
+type Outcome = (Vec<Vec<f32>>, Vec<Vec<u32>>, Vec<u32>);
+
 /// Small shapes that take every route of every kernel: what `compute-sanitizer` runs, one form at a
 /// time.
 fn small_shapes(device: &Device) -> Result<()> {
@@ -311,7 +314,7 @@ fn small_shapes(device: &Device) -> Result<()> {
         let draws = Tensor::from_iter(0..2 * params.len() as i64, &Device::Cpu)?;
         let draws = draws.reshape((params.len(), 2))?;
         for mass in [Mass::Renormalized, Mass::Joint] {
-            let run = |device: &Device| -> Result<(Vec<Vec<f32>>, Vec<Vec<u32>>, Vec<u32>)> {
+            let run = |device: &Device| -> Result<Outcome> {
                 let logits = on_cpu.to_device(device)?;
                 let packed = Truncation::rows(&params, device)?;
                 let masked = mask_rows(&logits, &packed, mass)?.to_dtype(DType::F32)?;
