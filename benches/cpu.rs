@@ -80,11 +80,14 @@ fn main() -> Result<()> {
                 }
                 group.finish();
                 let [candle, ours] = medians;
-                lines.push(format!(
-                    "{:>7} {mode:>8} V {vocab:>6}: Candle {candle:>8.0} us, candle-topk {ours:>7.0} us, {:>6.1} x",
-                    format!("{law:?}").to_lowercase(),
-                    candle / ours
-                ));
+                // What a filter leaves out has no times.
+                if candle.is_finite() && ours.is_finite() {
+                    lines.push(format!(
+                        "{:>7} {mode:>8} V {vocab:>6}: Candle {candle:>8.0} us, candle-topk {ours:>7.0} us, {:>6.1} x",
+                        format!("{law:?}").to_lowercase(),
+                        candle / ours
+                    ));
+                }
             }
         }
     }

@@ -13,6 +13,7 @@ use super::truncation::{row_and_column, Mass, Operand, RowTruncation, Rows, Trun
 use crate::order::{self, rank, rank_key, rank_position};
 use candle_core::{CpuStorage, Result};
 use half::{bf16, f16, slice::HalfFloatSliceExt};
+use rayon::iter::plumbing::{Producer, ProducerCallback};
 use rayon::prelude::*;
 use std::borrow::Cow;
 
@@ -573,6 +574,23 @@ impl<'a> Draws<'a> {
     }
 }
 
+/// `f` for every row, in parallel. A single row stays on this thread: to wake another takes longer
+/// than a short row.
+fn for_each_row<I: IndexedParallelIterator>(rows: I, f: impl Fn(I::Item) + Sync + Send) {
+    struct Inline<F>(F);
+    impl<T, F: Fn(T)> ProducerCallback<T> for Inline<F> {
+        type Output = ();
+        fn callback<P: Producer<Item = T>>(self, producer: P) {
+            producer.into_iter().for_each(self.0)
+        }
+    }
+    if rows.len() == 1 {
+        rows.with_producer(Inline(f))
+    } else {
+        rows.for_each(f)
+    }
+}
+
 /// One row of a batch.
 fn row_of<'a, T>(data: &'a [T], rows: &Rows, b: usize) -> &'a [T] {
     &data[rows.start + b * rows.stride..][..rows.vocab]
@@ -600,18 +618,20 @@ pub(crate) fn mask<T: Logit>(data: &[T], rows: &Rows, parameters: &Parameters) -
     for b in 0..rows.batch {
         out.extend_from_slice(row_of(data, rows, b));
     }
-    out.par_chunks_mut(rows.vocab)
-        .enumerate()
-        .for_each(|(b, row)| mask_row(row, b, parameters));
+    for_each_row(out.par_chunks_mut(rows.vocab).enumerate(), |(b, row)| {
+        mask_row(row, b, parameters)
+    });
     out
 }
 
 pub(crate) fn mask_in_place<T: Logit>(data: &mut [T], rows: &Rows, parameters: &Parameters) {
-    data[rows.start..]
+    let each = data[rows.start..]
         .par_chunks_mut(rows.stride.max(rows.vocab))
         .take(rows.batch)
-        .enumerate()
-        .for_each(|(b, row)| mask_row(&mut row[..rows.vocab], b, parameters));
+        .enumerate();
+    for_each_row(each, |(b, row)| {
+        mask_row(&mut row[..rows.vocab], b, parameters)
+    });
 }
 
 /// Into rows that lie elsewhere.
@@ -656,27 +676,25 @@ pub(crate) fn candidates_into<T: Logit>(
         .par_chunks_mut(capacity)
         .zip(log_probs.par_chunks_mut(capacity))
         .zip(counts);
-    outputs
-        .take(rows.batch)
-        .enumerate()
-        .for_each(|(b, ((ids, log_probs), count))| {
-            let row = T::widen(row_of(data, rows, b));
-            let (_, kept) = kept_of(&row, b, parameters);
-            let positions = kept.positions(&row);
-            let (_, mass) = kept.count_and_mass(&row);
-            let log_mass = softmax::to_f64(mass).ln();
-            *count = positions.len() as u32;
-            ids.fill(u32::MAX);
-            log_probs.fill(f32::NEG_INFINITY);
-            for ((id, log_prob), position) in ids.iter_mut().zip(log_probs).zip(positions) {
-                *id = position;
-                *log_prob = kept.softmax.log_weight(row[position as usize], log_mass);
-            }
-        });
+    let each = outputs.take(rows.batch).enumerate();
+    for_each_row(each, |(b, ((ids, log_probs), count))| {
+        let row = T::widen(row_of(data, rows, b));
+        let (_, kept) = kept_of(&row, b, parameters);
+        let positions = kept.positions(&row);
+        let (_, mass) = kept.count_and_mass(&row);
+        let log_mass = softmax::to_f64(mass).ln();
+        *count = positions.len() as u32;
+        ids.fill(u32::MAX);
+        log_probs.fill(f32::NEG_INFINITY);
+        for ((id, log_prob), position) in ids.iter_mut().zip(log_probs).zip(positions) {
+            *id = position;
+            *log_prob = kept.softmax.log_weight(row[position as usize], log_mass);
+        }
+    });
 }
 
 /// What became of a row: its token, and what the logits held.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Drawn {
     /// `u32::MAX` where the row has none.
     pub token: u32,
@@ -691,20 +709,21 @@ pub(crate) fn sample<T: Logit>(
     parameters: &Parameters,
     draws: &Draws,
 ) -> (Vec<Drawn>, Vec<f32>) {
-    (0..rows.batch)
-        .into_par_iter()
-        .map(|b| {
-            let row = T::widen(row_of(data, rows, b));
-            let (summary, kept) = kept_of(&row, b, parameters);
-            let (token, log_prob) = kept
-                .token(&row, draws.row(b))
-                .unwrap_or((u32::MAX, f32::NEG_INFINITY));
-            let drawn = Drawn {
-                token,
-                has_nan: summary.has_nan,
-                has_infinity: summary.has_infinity,
-            };
-            (drawn, log_prob)
-        })
-        .unzip()
+    let mut drawn = vec![Drawn::default(); rows.batch];
+    let mut log_probs = vec![f32::NEG_INFINITY; rows.batch];
+    let each = drawn.par_iter_mut().zip(&mut log_probs).enumerate();
+    for_each_row(each, |(b, (drawn, log_prob))| {
+        let row = T::widen(row_of(data, rows, b));
+        let (summary, kept) = kept_of(&row, b, parameters);
+        let (token, its_log_prob) = kept
+            .token(&row, draws.row(b))
+            .unwrap_or((u32::MAX, f32::NEG_INFINITY));
+        *drawn = Drawn {
+            token,
+            has_nan: summary.has_nan,
+            has_infinity: summary.has_infinity,
+        };
+        *log_prob = its_log_prob;
+    });
+    (drawn, log_probs)
 }
