@@ -13,7 +13,6 @@ use super::truncation::{row_and_column, Mass, Operand, RowTruncation, Rows, PACK
 use crate::order::{self, rank, rank_key, rank_position};
 use candle_core::{CpuStorage, Result};
 use half::{bf16, f16, slice::HalfFloatSliceExt};
-use rayon::iter::plumbing::{Producer, ProducerCallback};
 use rayon::prelude::*;
 use std::borrow::Cow;
 
@@ -558,18 +557,14 @@ impl<'a> Draws<'a> {
 
 /// `f` for every row, in parallel. A single row stays on this thread: to wake another takes longer
 /// than a short row.
-fn for_each_row<I: IndexedParallelIterator>(rows: I, f: impl Fn(I::Item) + Sync + Send) {
-    struct Inline<F>(F);
-    impl<T, F: Fn(T)> ProducerCallback<T> for Inline<F> {
-        type Output = ();
-        fn callback<P: Producer<Item = T>>(self, producer: P) {
-            producer.into_iter().for_each(self.0)
-        }
-    }
+fn for_each_row<T: Send>(
+    rows: impl ExactSizeIterator<Item = T> + Send,
+    f: impl Fn(T) + Sync + Send,
+) {
     if rows.len() == 1 {
-        rows.with_producer(Inline(f))
-    } else {
         rows.for_each(f)
+    } else {
+        rows.par_bridge().for_each(f)
     }
 }
 
@@ -600,7 +595,7 @@ pub(crate) fn mask<T: Logit>(data: &[T], rows: &Rows, parameters: &Parameters) -
     for b in 0..rows.batch {
         out.extend_from_slice(row_of(data, rows, b));
     }
-    for_each_row(out.par_chunks_mut(rows.vocab).enumerate(), |(b, row)| {
+    for_each_row(out.chunks_mut(rows.vocab).enumerate(), |(b, row)| {
         mask_row(row, b, parameters)
     });
     out
@@ -608,7 +603,7 @@ pub(crate) fn mask<T: Logit>(data: &[T], rows: &Rows, parameters: &Parameters) -
 
 pub(crate) fn mask_in_place<T: Logit>(data: &mut [T], rows: &Rows, parameters: &Parameters) {
     let each = data[rows.start..]
-        .par_chunks_mut(rows.stride.max(rows.vocab))
+        .chunks_mut(rows.stride.max(rows.vocab))
         .take(rows.batch)
         .enumerate();
     for_each_row(each, |(b, row)| {
@@ -627,8 +622,8 @@ pub(crate) fn candidates<T: Logit>(
     let mut log_probs = vec![f32::NEG_INFINITY; rows.batch * capacity];
     let mut counts = vec![0u32; rows.batch];
     let outputs = ids
-        .par_chunks_mut(capacity)
-        .zip(log_probs.par_chunks_mut(capacity))
+        .chunks_mut(capacity)
+        .zip(log_probs.chunks_mut(capacity))
         .zip(&mut counts);
     for_each_row(outputs.enumerate(), |(b, ((ids, log_probs), count))| {
         let row = T::widen(row_of(data, rows, b));
@@ -661,7 +656,7 @@ pub(crate) fn sample<T: Logit>(
     draws: &Draws,
 ) -> Vec<Drawn> {
     let mut drawn = vec![Drawn::default(); rows.batch];
-    for_each_row(drawn.par_iter_mut().enumerate(), |(b, drawn)| {
+    for_each_row(drawn.iter_mut().enumerate(), |(b, drawn)| {
         let row = T::widen(row_of(data, rows, b));
         let (summary, kept) = kept_of(&row, b, parameters);
         *drawn = Drawn {
