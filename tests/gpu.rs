@@ -375,6 +375,22 @@ fn small_shapes(device: &Device) -> Result<()> {
     ];
     let params = params.map(|p| p.truncation());
     let mut rng = rng(8);
+    let compare = |on_cpu: &Tensor, params: &[Truncation], what: &str| -> Result<()> {
+        let draws = Tensor::from_iter(0..2 * params.len() as i64, &Device::Cpu)?;
+        let draws = draws.reshape((params.len(), 2))?;
+        for mass in [Mass::Renormalized, Mass::Joint] {
+            let run = |device: &Device| -> Result<Outcome> {
+                let logits = on_cpu.to_device(device)?;
+                let packed = Truncation::rows(params, device)?;
+                let masked = mask_rows(&logits, &packed, mass)?.to_dtype(DType::F32)?;
+                let set = candidates_rows(&logits, &packed, mass, 100)?;
+                let tokens = sample_rows(&logits, &draws.to_device(device)?, &packed, mass)?;
+                Ok((masked.to_vec2()?, set.ids.to_vec2()?, tokens.to_vec1()?))
+            };
+            assert_eq!(run(device)?, run(&Device::Cpu)?, "{what}");
+        }
+        Ok(())
+    };
     for (law, vocab, dtype) in [
         (Law::Normal, 9, DType::F32),
         (Law::Peaked, 1000, DType::F16),
@@ -386,11 +402,9 @@ fn small_shapes(device: &Device) -> Result<()> {
             .collect();
         let on_cpu = Tensor::from_vec(rows, (params.len(), vocab), &Device::Cpu)?;
         let on_cpu = on_cpu.to_dtype(dtype)?;
-        let draws = Tensor::from_iter(0..2 * params.len() as i64, &Device::Cpu)?;
-        let draws = draws.reshape((params.len(), 2))?;
-        for mass in [Mass::Renormalized, Mass::Joint] {
-            let run = |device: &Device| -> Result<Outcome> {
-                let logits = on_cpu.to_device(device)?;
+        let what = format!("{law:?}, V {vocab}");
+        compare(&on_cpu, &params, &what)?;
+        let logits = on_cpu.to_device(device)?;
                 let packed = Truncation::rows(&params, device)?;
                 let masked = mask_rows(&logits, &packed, mass)?.to_dtype(DType::F32)?;
                 let set = candidates_rows(&logits, &packed, mass, 100)?;
@@ -406,7 +420,14 @@ fn small_shapes(device: &Device) -> Result<()> {
         assert_eq!(tokens.steps()?, vec![1; params.len()]);
         mask_into(&logits, &logits.zeros_like()?, params[4])?;
     }
-    Ok(())
+    // More of one value than fit on chip: histograms down to a single key, and its positions.
+    let equal = Tensor::full(1.5f32, (2, 20001), &Device::Cpu)?;
+    let limits = [
+        Truncation::new().with_top_k(9000),
+        Truncation::new().with_top_p(0.5),
+    ];
+    compare(&equal.contiguous()?, &limits, "all equal")?;
+    processor::repeat_penalty(device)
 }
 
 #[test]

@@ -13,7 +13,6 @@ use super::truncation::{row_and_column, Mass, Operand, RowTruncation, Rows, Trun
 use crate::order::{self, rank, rank_key, rank_position};
 use candle_core::{CpuStorage, Result};
 use half::{bf16, f16, slice::HalfFloatSliceExt};
-use rayon::iter::plumbing::{Producer, ProducerCallback};
 use rayon::prelude::*;
 use std::borrow::Cow;
 
@@ -576,18 +575,14 @@ impl<'a> Draws<'a> {
 
 /// `f` for every row, in parallel. A single row stays on this thread: to wake another takes longer
 /// than a short row.
-fn for_each_row<I: IndexedParallelIterator>(rows: I, f: impl Fn(I::Item) + Sync + Send) {
-    struct Inline<F>(F);
-    impl<T, F: Fn(T)> ProducerCallback<T> for Inline<F> {
-        type Output = ();
-        fn callback<P: Producer<Item = T>>(self, producer: P) {
-            producer.into_iter().for_each(self.0)
-        }
-    }
+fn for_each_row<T: Send>(
+    rows: impl ExactSizeIterator<Item = T> + Send,
+    f: impl Fn(T) + Sync + Send,
+) {
     if rows.len() == 1 {
-        rows.with_producer(Inline(f))
-    } else {
         rows.for_each(f)
+    } else {
+        rows.par_bridge().for_each(f)
     }
 }
 
@@ -618,7 +613,7 @@ pub(crate) fn mask<T: Logit>(data: &[T], rows: &Rows, parameters: &Parameters) -
     for b in 0..rows.batch {
         out.extend_from_slice(row_of(data, rows, b));
     }
-    for_each_row(out.par_chunks_mut(rows.vocab).enumerate(), |(b, row)| {
+    for_each_row(out.chunks_mut(rows.vocab).enumerate(), |(b, row)| {
         mask_row(row, b, parameters)
     });
     out
@@ -626,7 +621,7 @@ pub(crate) fn mask<T: Logit>(data: &[T], rows: &Rows, parameters: &Parameters) -
 
 pub(crate) fn mask_in_place<T: Logit>(data: &mut [T], rows: &Rows, parameters: &Parameters) {
     let each = data[rows.start..]
-        .par_chunks_mut(rows.stride.max(rows.vocab))
+        .chunks_mut(rows.stride.max(rows.vocab))
         .take(rows.batch)
         .enumerate();
     for_each_row(each, |(b, row)| {
@@ -673,8 +668,8 @@ pub(crate) fn candidates_into<T: Logit>(
     (ids, log_probs, counts): (&mut [u32], &mut [f32], &mut [u32]),
 ) {
     let outputs = ids
-        .par_chunks_mut(capacity)
-        .zip(log_probs.par_chunks_mut(capacity))
+        .chunks_mut(capacity)
+        .zip(log_probs.chunks_mut(capacity))
         .zip(counts);
     let each = outputs.take(rows.batch).enumerate();
     for_each_row(each, |(b, ((ids, log_probs), count))| {
@@ -711,7 +706,7 @@ pub(crate) fn sample<T: Logit>(
 ) -> (Vec<Drawn>, Vec<f32>) {
     let mut drawn = vec![Drawn::default(); rows.batch];
     let mut log_probs = vec![f32::NEG_INFINITY; rows.batch];
-    let each = drawn.par_iter_mut().zip(&mut log_probs).enumerate();
+    let each = drawn.iter_mut().zip(&mut log_probs).enumerate();
     for_each_row(each, |(b, (drawn, log_prob))| {
         let row = T::widen(row_of(data, rows, b));
         let (summary, kept) = kept_of(&row, b, parameters);

@@ -39,8 +39,8 @@ use rand::{rngs::StdRng, Rng, SeedableRng};
 /// * `TopK` and `TopKThenTopP` keep the same tokens, ties by lowest id. Candle draws over them in
 ///   the order that its quickselect leaves, so tokens agree in distribution only. As there, p is a
 ///   fraction of the whole vocabulary's mass ([`Mass::Joint`]).
-/// * `GumbelSoftmax` draws from the exact softmax with the processor's own generator; Candle's
-///   clips its noise and takes it from the device.
+/// * `GumbelSoftmax` draws from the exact softmax, with 64 bits that a u32 of the processor's own
+///   generator seeds; Candle's clips its noise and takes it from the device.
 ///
 /// # Errors
 ///
@@ -396,6 +396,25 @@ fn sample_weights(weights: &[f32], sampling: &Sampling, draw: u64) -> Result<u32
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn draws_have_the_bits_that_they_say() {
+        let temperature = 1.0;
+        let mut rng = StdRng::seed_from_u64(5);
+        let fresh = rng.clone();
+        draws(&Sampling::ArgMax, &mut rng, 9);
+        assert_eq!(rng, fresh, "greedy sampling draws nothing");
+        let beyond_23 = |sampling, rng: &mut StdRng| -> Vec<u64> {
+            let draws = draws(&sampling, rng, 64);
+            draws.iter().map(|draw| draw.bits() << 23).collect()
+        };
+        let all = beyond_23(Sampling::All { temperature }, &mut rng.clone());
+        assert_eq!(all, [0; 64]);
+        let mut gumbel = beyond_23(Sampling::GumbelSoftmax { temperature }, &mut rng);
+        gumbel.sort_unstable();
+        gumbel.dedup();
+        assert_eq!(gumbel.len(), 64, "no two alike beyond the first 23 bits");
+    }
 
     #[test]
     fn weights_are_truncated_as_candle_truncates_them() {
