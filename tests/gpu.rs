@@ -405,15 +405,6 @@ fn small_shapes(device: &Device) -> Result<()> {
         let what = format!("{law:?}, V {vocab}");
         compare(&on_cpu, &params, &what)?;
         let logits = on_cpu.to_device(device)?;
-                let packed = Truncation::rows(&params, device)?;
-                let masked = mask_rows(&logits, &packed, mass)?.to_dtype(DType::F32)?;
-                let set = candidates_rows(&logits, &packed, mass, 100)?;
-                let tokens = sample_rows(&logits, &draws.to_device(device)?, &packed, mass)?;
-                Ok((masked.to_vec2()?, set.ids.to_vec2()?, tokens.to_vec1()?))
-            };
-            assert_eq!(run(device)?, run(&Device::Cpu)?, "{law:?}, V {vocab}");
-        }
-        let logits = on_cpu.to_device(device)?;
         let mut tokens = SampleBuffers::new(params.len(), device)?.with_routes()?;
         tokens.set_params(&params)?;
         tokens.sample_into(&logits, Mass::Joint)?;
