@@ -13,7 +13,7 @@ fn main() {
 #[cfg(feature = "cuda")]
 mod kernels {
     use cudaforge::KernelBuilder;
-    use std::path::Path;
+    use std::path::PathBuf;
 
     /// The least compute capability that the kernels are written for. Their PTX is compiled for it
     /// whatever the device, which the driver finishes for any later one. What starts with `sm90_`
@@ -35,7 +35,8 @@ mod kernels {
             .map(|entry| entry.path())
             .filter(|path| path.extension().is_some_and(|e| e == "cuh"))
             .collect();
-        let ptx = KernelBuilder::new()
+        let out = PathBuf::from(std::env::var("OUT_DIR")?);
+        KernelBuilder::new()
             .source_glob("kernels/sampling/*.cu")
             .watch(headers)
             .compute_cap(FORM)
@@ -44,9 +45,17 @@ mod kernels {
             .arg("-std=c++17")
             // The CPU repeats the same operations, one rounding each.
             .arg("-fmad=false")
-            .build_ptx()?;
-        let out = std::env::var("OUT_DIR")?;
-        ptx.write(Path::new(&out).join("sampling_ptx.rs"))?;
+            .build_ptx()?
+            .write(out.join("sampling_ptx.rs"))?;
+        // What the benches measure with. A file of its own, which only they include: no program
+        // that uses the crate carries it.
+        KernelBuilder::new()
+            .source_glob("kernels/bench/*.cu")
+            .compute_cap(FORM)
+            .arg("-O3")
+            .arg("-std=c++17")
+            .build_ptx()?
+            .write(out.join("bench_ptx.rs"))?;
         Ok(())
     }
 }

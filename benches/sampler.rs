@@ -11,6 +11,7 @@ mod common;
 use candle_core::{Device, Result, Tensor};
 use candle_topk::{LogitsProcessor, Sampling};
 use candle_transformers::generation::LogitsProcessor as Candle;
+use common::machine::Machine;
 use common::{logits, rng, Law};
 use std::time::Instant;
 
@@ -42,35 +43,15 @@ fn modes() -> [(&'static str, Sampling); 5] {
 
 struct Bench {
     device: Device,
-    gpu: String,
-    rev: String,
-    date: String,
+    machine: Machine,
 }
 
 impl Bench {
     fn new() -> Self {
         let device = Device::cuda_if_available(0).unwrap_or(Device::Cpu);
-        let output = |program: &str, arguments: &[&str]| {
-            let out = std::process::Command::new(program)
-                .args(arguments)
-                .output()
-                .ok()?;
-            let text = String::from_utf8(out.stdout).ok()?;
-            Some(text.lines().next()?.trim().to_string()).filter(|_| out.status.success())
-        };
-        let gpu = if device.is_cpu() {
-            None
-        } else {
-            output("nvidia-smi", &["--query-gpu=name", "--format=csv,noheader"])
-        };
         Self {
+            machine: Machine::of(&device),
             device,
-            gpu: gpu.unwrap_or("cpu".into()),
-            rev: std::env::var("CANDLE_TOPK_REV")
-                .ok()
-                .or_else(|| output("git", &["rev-parse", "HEAD"]))
-                .unwrap_or("unknown".into()),
-            date: output("date", &["-u", "+%F"]).unwrap_or_default(),
         }
     }
 
@@ -85,9 +66,9 @@ impl Bench {
             times[times.len() / 2],
             times[0],
             times[times.len() - 1],
-            self.gpu,
-            self.rev,
-            self.date
+            self.machine.gpu,
+            self.machine.rev,
+            self.machine.date
         );
     }
 

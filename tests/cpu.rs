@@ -3,7 +3,7 @@
 mod common;
 
 use candle_core::{Device, Result};
-use common::{cases, Law, LAWS};
+use common::{cases, into, Law, LAWS};
 use half::{bf16, f16};
 
 const CPU: &Device = &Device::Cpu;
@@ -98,4 +98,34 @@ fn refusals() -> Result<()> {
 #[test]
 fn greedy() -> Result<()> {
     cases::greedy(CPU)
+}
+
+#[test]
+fn log_probs() -> Result<()> {
+    into::log_probs::<f32>(CPU)?;
+    into::log_probs::<bf16>(CPU)
+}
+
+#[test]
+fn sample_buffers() -> Result<()> {
+    into::sample_buffers::<f32>(CPU)?;
+    into::sample_buffers::<f16>(CPU)
+}
+
+#[test]
+fn candidate_buffers() -> Result<()> {
+    into::candidate_buffers::<f32>(CPU)?;
+    into::candidate_buffers::<bf16>(CPU)
+}
+
+#[test]
+fn mask_into_tensors() -> Result<()> {
+    into::mask_into_tensors::<f32>(CPU)?;
+    into::mask_into_tensors::<f16>(CPU)?;
+    into::mask_into_tensors::<bf16>(CPU)
+}
+
+#[test]
+fn into_refusals() -> Result<()> {
+    into::into_refusals(CPU)
 }

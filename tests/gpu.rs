@@ -5,18 +5,25 @@
 mod common;
 
 use candle_core::{DType, Device, Result, Tensor};
-use candle_topk::cuda::{with_form, Form};
+use candle_topk::cuda::{preload, with_form, Form};
 use candle_topk::sampling::{
-    candidates_rows, mask, mask_rows, sample_batch, sample_rows, Mass, Truncation,
+    candidates_rows, mask, mask_into, mask_rows, sample_batch, sample_rows, CandidateBuffers, Mass,
+    Routes, SampleBuffers, Truncation,
 };
 use common::cases::{self, Batch};
-use common::{logits, processor, rng, Law, Oracle, Params, LAWS};
+use common::{into, logits, processor, rng, Law, Oracle, Params, LAWS};
 use half::{bf16, f16};
 use rand::Rng;
+use std::sync::Mutex;
 
-/// A CUDA device with this thread's own stream: tests run side by side.
+/// One CUDA device for all tests: each handle of its own would load all kernels anew.
 fn gpu() -> Result<Device> {
-    Device::new_cuda_with_stream(0)
+    static DEVICE: Mutex<Option<Device>> = Mutex::new(None);
+    let mut device = DEVICE.lock().expect("no panic while it is held");
+    if device.is_none() {
+        *device = Some(Device::new_cuda_with_stream(0)?);
+    }
+    Ok(device.clone().expect("just made"))
 }
 
 /// Runs a case in each form of the kernels. `check_batch` does so by itself.
@@ -48,6 +55,17 @@ on_gpu! {
     device_parameters => cases::device_parameters;
     refusals => cases::refusals;
     greedy => cases::greedy;
+    log_probs => into::log_probs::<f32>;
+    log_probs_bf16 => into::log_probs::<bf16>;
+    sample_buffers => into::sample_buffers::<f32>;
+    sample_buffers_f16 => into::sample_buffers::<f16>;
+    candidate_buffers => into::candidate_buffers::<f32>;
+    candidate_buffers_bf16 => into::candidate_buffers::<bf16>;
+    mask_into_tensors => into::mask_into_tensors::<f32>;
+    mask_into_tensors_f16 => into::mask_into_tensors::<f16>;
+    mask_into_tensors_bf16 => into::mask_into_tensors::<bf16>;
+    into_refusals => into::into_refusals;
+    routes => routes_taken;
     same_answers_as_candle: 3 => processor::same_answers;
     arg_max => processor::arg_max;
     top_k_distributions: 1_000_000 => processor::top_k_distributions;
@@ -185,6 +203,63 @@ fn tokens_equal_the_cpu() -> Result<()> {
     })
 }
 
+/// The counters say which way a row went; both ops go the same.
+fn routes_taken(device: &Device) -> Result<()> {
+    let of = |row: Vec<f32>, params: Params| -> Result<Routes> {
+        let logits = Tensor::from_vec(row.clone(), row.len(), device)?;
+        let mut tokens = SampleBuffers::new(1, device)?.with_routes()?;
+        let mut sets = CandidateBuffers::new(1, 8, device)?.with_routes()?;
+        tokens.set_params(&[params.truncation()])?;
+        sets.set_params(&[params.truncation()])?;
+        tokens.sample_into(&logits, params.mass)?;
+        sets.candidates_into(&logits, params.mass)?;
+        let routes = tokens.routes()?;
+        assert_eq!(routes, sets.routes()?, "{params:?}");
+        // Not summed up from launch to launch.
+        tokens.sample_into(&logits, params.mass)?;
+        assert_eq!(routes, tokens.routes()?, "{params:?}, again");
+        Ok(routes[0])
+    };
+    let row = |law, vocab| logits(law, vocab, &mut rng(21));
+    let none = Params::NONE;
+
+    let peaked = of(row(Law::Peaked, 33000), Params { k: 50, ..none })?;
+    assert!(peaked.hit() && !peaked.fallback(), "{peaked:?}");
+    assert!(
+        !peaked.no_truncation() && !peaked.second_pass(),
+        "{peaked:?}"
+    );
+    assert!((50..=8192).contains(&peaked.gathered()), "{peaked:?}");
+    assert!(peaked.passes() == 1 && peaked.steps() > 0, "{peaked:?}");
+
+    let half = of(row(Law::Normal, 33000), Params { k: 16000, ..none })?;
+    assert!(half.fallback() && !half.hit(), "{half:?}");
+    assert!(half.passes() > 1 && half.steps() > 0, "{half:?}");
+
+    // More candidates than fit: the mass of the whole row, then histograms.
+    let flat = of(row(Law::Normal, 33000), Params { p: 0.9, ..none })?;
+    assert!(
+        flat.fallback() && flat.second_pass() && !flat.hit(),
+        "{flat:?}"
+    );
+
+    let all = of(row(Law::Normal, 33000), none)?;
+    assert!(all.no_truncation() && !all.fallback(), "{all:?}");
+    assert_eq!((all.passes(), all.steps()), (1, 0), "{all:?}");
+
+    let greedy = Params {
+        temperature: 0.0,
+        ..none
+    };
+    let greedy = of(row(Law::Normal, 33000), greedy)?;
+    assert!(!greedy.fallback() && !greedy.no_truncation(), "{greedy:?}");
+    assert_eq!(greedy.passes(), 1, "{greedy:?}");
+
+    let empty = of(vec![f32::NEG_INFINITY; 33000], Params { k: 50, ..none })?;
+    assert!(!empty.hit() && !empty.fallback() && !empty.no_truncation());
+    Ok(())
+}
+
 /// More than 2^31 elements: rows beyond them are read and written where they are.
 #[test]
 #[ignore = "needs a CUDA GPU"]
@@ -245,7 +320,7 @@ fn beyond_two_to_the_31_elements() -> Result<()> {
 #[ignore = "needs a CUDA GPU"]
 fn two_streams_at_once() -> Result<()> {
     let work = |seed: u64| -> Result<()> {
-        let device = gpu()?;
+        let device = Device::new_cuda_with_stream(0)?;
         for round in 0..20 {
             let batch = Batch {
                 rows: (0..8)
@@ -326,8 +401,15 @@ fn small_shapes(device: &Device) -> Result<()> {
             .flat_map(|_| logits(law, vocab, &mut rng))
             .collect();
         let on_cpu = Tensor::from_vec(rows, (params.len(), vocab), &Device::Cpu)?;
+        let on_cpu = on_cpu.to_dtype(dtype)?;
         let what = format!("{law:?}, V {vocab}");
-        compare(&on_cpu.to_dtype(dtype)?, &params, &what)?;
+        compare(&on_cpu, &params, &what)?;
+        let logits = on_cpu.to_device(device)?;
+        let mut tokens = SampleBuffers::new(params.len(), device)?.with_routes()?;
+        tokens.set_params(&params)?;
+        tokens.sample_into(&logits, Mass::Joint)?;
+        assert_eq!(tokens.steps()?, vec![1; params.len()]);
+        mask_into(&logits, &logits.zeros_like()?, params[4])?;
     }
     // More of one value than fit on chip: histograms down to a single key, and its positions.
     let equal = Tensor::full(1.5f32, (2, 20001), &Device::Cpu)?;
@@ -355,13 +437,13 @@ fn sanitize_cluster() -> Result<()> {
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn preload() -> Result<()> {
+fn preloads() -> Result<()> {
     let device = gpu()?;
     for dtype in [DType::F32, DType::F16, DType::BF16] {
-        candle_topk::cuda::preload(&device, dtype)?;
+        preload(&device, dtype)?;
     }
-    let error = candle_topk::cuda::preload(&device, DType::U32).unwrap_err();
+    let error = preload(&device, DType::U32).unwrap_err();
     assert!(error.to_string().contains("U32"), "{error}");
-    assert!(candle_topk::cuda::preload(&Device::Cpu, DType::F32).is_err());
+    assert!(preload(&Device::Cpu, DType::F32).is_err());
     Ok(())
 }

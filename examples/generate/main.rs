@@ -8,10 +8,18 @@
 //! The one change that a program needs for the second sampler is in `sampler.rs`; all else here is
 //! loading a model (`source.rs`, `model.rs`), turning text into tokens and back (`tokenizer.rs`,
 //! `chat.rs`), the loop with its clock (`run.rs`), and holding the two samplers against each other
-//! (`compare.rs`).
+//! (`compare.rs`). `measure.rs` serves batches with each sampler and with none, and `hit_rates.rs`
+//! counts on real logits which way the kernels took:
+//!
+//! ```bash
+//! cargo run --release --features cuda --example generate -- --measure -n 128 --json lines.jsonl
+//! cargo run --release --features cuda --example generate -- --hit-rates text.txt --json lines.jsonl
+//! ```
 
 mod chat;
 mod compare;
+mod hit_rates;
+mod measure;
 mod model;
 mod run;
 mod sampler;
@@ -25,7 +33,7 @@ use std::process::ExitCode;
 use anyhow::{bail, ensure, Context, Result};
 use candle_core::{DType, Device};
 use clap::Parser;
-use serde_json::json;
+use serde_json::{json, Value as Json};
 
 use model::Loaded;
 use run::{Limits, Outcome, Timings};
@@ -116,6 +124,28 @@ struct Args {
     /// Run both samplers on the same prompt and seed, and the model without any
     #[arg(long, conflicts_with = "sampler")]
     compare: bool,
+
+    /// Serve batches with each sampler and with none, top-k 50, top-p 0.9 and both, and print one JSON
+    /// object a line
+    #[arg(long, conflicts_with_all = ["sampler", "compare", "top_k", "top_p"])]
+    measure: bool,
+
+    /// The batches of --measure
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32, 64], value_parser = positive)]
+    batches: Vec<usize>,
+
+    /// The tokens of each prompt of --measure: the prompt's, over and over
+    #[arg(long, default_value_t = 128, value_parser = positive)]
+    prompt_tokens: usize,
+
+    /// How often --measure serves each batch
+    #[arg(long, default_value_t = 5, value_parser = positive)]
+    rounds: usize,
+
+    /// Read this text with the model, in pieces of --sample-len tokens, and print as JSON lines how
+    /// often the kernels' truncation hits on its logits; needs a GPU
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["sampler", "compare", "measure"])]
+    hit_rates: Option<PathBuf>,
 
     /// Time the sampler at every token; on a GPU, where that needs a wait for the device, otherwise
     /// at every eighth
@@ -271,6 +301,10 @@ fn run(args: &Args) -> Result<()> {
     };
     if args.compare {
         session.compare()
+    } else if args.measure {
+        session.measure()
+    } else if let Some(file) = &args.hit_rates {
+        session.hit_rates(file)
     } else {
         session.generate()
     }
@@ -471,6 +505,78 @@ impl Session<'_> {
         );
         println!("so the difference is legitimate");
         Ok(())
+    }
+
+    fn measure(&mut self) -> Result<()> {
+        let prompt = self.prompt.iter().copied().cycle();
+        let work = measure::Workload {
+            prompt: prompt.take(self.args.prompt_tokens).collect(),
+            new_tokens: self.args.sample_len,
+            rounds: self.args.rounds,
+            temperature: self.args.temperature,
+            seed: self.args.seed,
+        };
+        let kinds = [Kind::Skip, Kind::Candle, Kind::Topk];
+        for &batch in &self.args.batches {
+            // Kernels load and caches fill at first use, which is no sampler's fault.
+            let warm_up = measure::Workload {
+                new_tokens: work.new_tokens.min(3),
+                rounds: 1,
+                ..work.clone()
+            };
+            for (i, sampling) in measure::samplings(work.temperature).iter().enumerate() {
+                for kind in kinds {
+                    // Without a sampler there is nothing that the modes could differ in.
+                    if kind == Kind::Skip && i > 0 {
+                        continue;
+                    }
+                    let model = &mut self.loaded.model;
+                    measure::serve(model, kind, sampling, batch, &warm_up)?;
+                    let (times, vocab, dtype) =
+                        measure::serve(model, kind, sampling, batch, &work)?;
+                    let mut line = measure::line(&times, kind, sampling, batch, &work);
+                    if kind == Kind::Skip {
+                        line["mode"] = Json::Null;
+                    }
+                    let together = batch == 1 || self.loaded.model.takes_prompts_together();
+                    line["prompt"] = json!(if together { "whole" } else { "by token" });
+                    line["v"] = json!(vocab);
+                    line["dtype"] = json!(dtype);
+                    self.put(line)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn hit_rates(&mut self, file: &Path) -> Result<()> {
+        let text = std::fs::read_to_string(file)
+            .with_context(|| format!("cannot read {} (--hit-rates)", file.display()))?;
+        // More than is needed, and less than would take the tokenizer long.
+        let most = hit_rates::PIECES * self.args.sample_len * 16;
+        let end = (0..=most.min(text.len()))
+            .rev()
+            .find(|&i| text.is_char_boundary(i));
+        let text = &text[..end.unwrap_or(0)];
+        let tokens = tokenizer::encode_prompt(&self.loaded.tokenizer, text)?;
+        let model = &mut self.loaded.model;
+        for line in hit_rates::measure(model, &tokens, self.args.sample_len)? {
+            self.put(line)?;
+        }
+        Ok(())
+    }
+
+    /// Prints a line of measurements, with what it was measured on, and appends it to --json.
+    fn put(&self, mut line: Json) -> Result<()> {
+        line["model"] = json!(self.name);
+        line["gpu"] = json!(self.gpu);
+        line["rev"] = json!(self.args.rev);
+        line["date"] = json!(chat::format_date("%Y-%m-%d", chat::seconds_since_1970()));
+        println!("{line}");
+        match &self.args.json {
+            Some(path) => append(path, &line.to_string()),
+            None => Ok(()),
+        }
     }
 
     fn text(&self, tokens: &[u32]) -> Result<String> {

@@ -57,19 +57,53 @@ impl Model {
     /// [V] of the last.
     pub fn forward(&mut self, tokens: &[u32], position: usize) -> Result<Tensor> {
         let input = Tensor::new(tokens, &self.device)?.unsqueeze(0)?;
+        Ok(self.forward_batch(&input, position)?.squeeze(0)?)
+    }
+
+    /// Runs the model over tokens [B, T] of sequences of equal lengths, all at `position`, and gives
+    /// the logits [B, V] of the last ones.
+    pub fn forward_batch(&mut self, input: &Tensor, position: usize) -> Result<Tensor> {
         let logits = match &mut self.network {
-            Network::Llama { model, cache, .. } => model.forward(&input, position, cache)?,
-            Network::Mistral(m) => m.forward(&input, position)?,
-            Network::Qwen2(m) => m.forward(&input, position)?,
-            Network::Qwen3(m) => m.forward(&input, position)?,
-            Network::Gemma3(m) => m.forward(&input, position)?,
-            Network::QuantizedLlama(m) => m.forward(&input, position)?,
-            Network::QuantizedQwen2(m) => m.forward(&input, position)?,
-            Network::QuantizedQwen3(m) => m.forward(&input, position)?,
-            Network::QuantizedGemma3(m) => m.forward(&input, position)?,
+            Network::Llama { model, cache, .. } => model.forward(input, position, cache)?,
+            Network::Mistral(m) => m.forward(input, position)?,
+            Network::Qwen2(m) => m.forward(input, position)?,
+            Network::Qwen3(m) => m.forward(input, position)?,
+            Network::Gemma3(m) => m.forward(input, position)?,
+            Network::QuantizedLlama(m) => m.forward(input, position)?,
+            Network::QuantizedQwen2(m) => m.forward(input, position)?,
+            Network::QuantizedQwen3(m) => m.forward(input, position)?,
+            Network::QuantizedGemma3(m) => m.forward(input, position)?,
         };
-        // One row of one sequence, as [V], [1, V] or [1, 1, V].
-        Ok(logits.flatten_all()?)
+        // One row a sequence, as [B, V] or [B, 1, V].
+        let batch = input.dim(0)?;
+        Ok(logits.reshape((batch, logits.elem_count() / batch))?)
+    }
+
+    /// Whether prompts of several sequences go through the model in one pass. Candle's quantized
+    /// models take the last positions of a batch as a view, which their products then refuse.
+    pub fn takes_prompts_together(&self) -> bool {
+        !matches!(
+            self.network,
+            Network::QuantizedLlama(_)
+                | Network::QuantizedQwen2(_)
+                | Network::QuantizedQwen3(_)
+                | Network::QuantizedGemma3(_)
+        )
+    }
+
+    /// Begins sequences with prompts [B, T] and gives the logits [B, V] after them: in one pass, or
+    /// where the model doesn't take that, a token of each at a time.
+    pub fn begin_batch(&mut self, prompts: &Tensor) -> Result<Tensor> {
+        self.reset();
+        let (batch, length) = prompts.dims2()?;
+        if batch == 1 || self.takes_prompts_together() {
+            return self.forward_batch(prompts, 0);
+        }
+        for position in 0..length.saturating_sub(1) {
+            self.forward_batch(&prompts.narrow(1, position, 1)?.contiguous()?, position)?;
+        }
+        let last = length.saturating_sub(1);
+        self.forward_batch(&prompts.narrow(1, last, 1)?.contiguous()?, last)
     }
 
     /// Forgets the tokens seen so far.
@@ -665,18 +699,26 @@ mod tests {
         let model = &mut loaded.model;
         let at_once = values(model.forward(&[3, 1, 4, 1, 5], 0).unwrap());
         assert_eq!(at_once.len(), 273);
+        let is_like_at_once = |other: Tensor| {
+            let other = values(other);
+            let off = at_once
+                .iter()
+                .zip(&other)
+                .map(|(a, b)| (a - b).abs())
+                .fold(0.0, f32::max);
+            assert!(off < 1e-4, "{architecture}: {off}");
+        };
         for _ in 0..2 {
             model.reset();
             model.forward(&[3, 1, 4], 0).unwrap();
             model.forward(&[1], 3).unwrap();
-            let stepwise = values(model.forward(&[5], 4).unwrap());
-            let off = at_once
-                .iter()
-                .zip(&stepwise)
-                .map(|(a, b)| (a - b).abs())
-                .fold(0.0, f32::max);
-            assert!(off < 1e-4, "{architecture}: {off}");
+            is_like_at_once(model.forward(&[5], 4).unwrap());
         }
+        // Sequences side by side don't see each other.
+        let prompts = Tensor::new(&[[7u32, 2, 6, 2], [3, 1, 4, 1]], &Device::Cpu).unwrap();
+        assert_eq!(model.begin_batch(&prompts).unwrap().dims(), [2, 273]);
+        let next = Tensor::new(&[[9u32], [5]], &Device::Cpu).unwrap();
+        is_like_at_once(model.forward_batch(&next, 4).unwrap().get(1).unwrap());
     }
 
     const HEAD_NORMS: [(&str, &[usize]); 2] = [

@@ -5,9 +5,9 @@
 
 #include <string.h>
 
-constexpr int kThreads = 1024;
+// `kThreads` is the including file's: the forms of a kernel differ in it.
 constexpr int kWarps = kThreads / 32;
-static_assert(kWarps == 32, "the second step of a reduction is one warp wide");
+static_assert((kWarps & (kWarps - 1)) == 0 && kWarps <= 32, "the second step of a reduction is one warp wide");
 
 template <class V>
 __device__ __forceinline__ V shuffle_xor(V v, int lanes) {
@@ -42,10 +42,11 @@ __device__ __forceinline__ V shuffle(V v, int lane) {
   return v;
 }
 
-template <class V, class Op>
+// Over each `kWidth` lanes.
+template <int kWidth = 32, class V, class Op>
 __device__ __forceinline__ V warp_reduce(V v, Op op) {
 #pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) v = op(v, shuffle_xor(v, lanes));
+  for (int lanes = kWidth / 2; lanes > 0; lanes /= 2) v = op(v, shuffle_xor(v, lanes));
   return v;
 }
 
@@ -56,7 +57,7 @@ __device__ __noinline__ V block_reduce(V v, Op op) {
   __syncthreads();  // An earlier call may still be reading.
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
   __syncthreads();
-  return warp_reduce(parts[threadIdx.x % 32], op);
+  return warp_reduce<kWarps>(parts[threadIdx.x % kWarps], op);
 }
 
 // The sum over the threads before this one, and over all. `add` is exact, so any order serves.
@@ -75,7 +76,7 @@ __device__ __noinline__ V block_exclusive_sum(V v, V zero, Add add, V* total) {
   __syncthreads();
   if (lane == 31) parts[warp] = inclusive;
   __syncthreads();
-  const V part = parts[lane];
+  const V part = lane < kWarps ? parts[lane] : zero;
   *total = warp_reduce(part, add);
   const V earlier = warp_reduce(lane < warp ? part : zero, add);
   return add(earlier, before);

@@ -59,16 +59,19 @@ struct Row {
   // Position of the first element of vector j; below 0 where it sticks out.
   __device__ __forceinline__ int first(int j) const { return j * kWidth - shift; }
 
-  // Vector j; NaN outside the row.
+  // Vector j; -inf outside the row, which is in no set.
   __device__ __forceinline__ Vector<T> load(int j) const {
     const int at = first(j);
-    if (at >= 0 && at + kWidth <= size) {
-      const uint4 raw = *reinterpret_cast<const uint4*>(data + at);
-      Vector<T> v;
-      memcpy(&v, &raw, sizeof(v));
-      return v;
-    }
+    if (at >= 0 && at + kWidth <= size) return load_inside(j);
     return load_edge(data, at, size);
+  }
+
+  // A vector that doesn't stick out. Not by way of L1, which has no use for it.
+  __device__ __forceinline__ Vector<T> load_inside(int j) const {
+    const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(data + first(j)));
+    Vector<T> v;
+    memcpy(&v, &raw, sizeof(v));
+    return v;
   }
 
   // Few vectors need it, so it is kept out of the code of every pass.
@@ -77,32 +80,61 @@ struct Row {
 #pragma unroll
     for (int w = 0; w < kWidth; w++) {
       const int i = at + w;
-      v.at[w] = i >= 0 && i < size ? data[i] : from_bits<T>(Bits<T>::kNan);
+      v.at[w] = i >= 0 && i < size ? data[i] : from_bits<T>(Bits<T>::kNegInfinity);
     }
     return v;
   }
 
-  // f(logit, position) for every element of the slice once, and with NaN for the few positions
-  // outside the row that its outer vectors hold. Each thread has kDepth loads in flight; what
-  // computes much more than it loads needs few, and f is expanded for each.
+  // Sends for the beginning of the slice, to L2.
+  __device__ __forceinline__ void prefetch() const {
+    constexpr int kAhead = 8;
+#pragma unroll
+    for (int d = 0; d < kAhead; d++) {
+      const int j = begin + threadIdx.x + d * blockDim.x;
+      if (j < end) asm volatile("prefetch.global.L2 [%0];" ::"l"(data + max(first(j), 0)));
+    }
+  }
+
+  // f(vector, position of its first element) for every vector of the slice once. Each thread has
+  // kDepth loads in flight, and sends for the next before it looks at what has come.
+  template <int kDepth, class F>
+  __device__ __forceinline__ void for_each_vector(F f) const {
+    const int whole = (shift + size) / kWidth;
+    const int from = begin == 0 && shift > 0 ? 1 : begin, to = min(end, whole);
+    const int stride = blockDim.x;
+    const auto load_tile = [&](Vector<T>(&v)[kDepth], int j) {
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
+        if (j + d * stride < to) v[d] = load_inside(j + d * stride);
+      }
+    };
+    int j = from + threadIdx.x;
+    Vector<T> v[kDepth];
+    load_tile(v, j);
+#pragma unroll 1
+    for (; j < to; j += kDepth * stride) {
+      Vector<T> next[kDepth];
+      load_tile(next, j + kDepth * stride);
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
+        if (j + d * stride < to) f(v[d], first(j + d * stride));
+      }
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) v[d] = next[d];
+    }
+    // The first and the last, where they stick out.
+    const int at = threadIdx.x == 0 ? begin : end - 1;
+    const bool sticks_out = first(at) < 0 || at == whole;
+    if (threadIdx.x < (end - begin > 1 ? 2 : end - begin) && sticks_out) f(load(at), first(at));
+  }
+
+  // f(logit, position) for every element of the slice once, and with -inf for the few positions
+  // outside the row that its outer vectors hold.
   template <int kDepth, class F>
   __device__ __forceinline__ void for_each(F f) const {
-#pragma unroll 1
-    for (int base = begin + threadIdx.x; base < end; base += kDepth * blockDim.x) {
-      Vector<T> v[kDepth];
+    for_each_vector<kDepth>([&](const Vector<T>& v, int first) {
 #pragma unroll
-      for (int d = 0; d < kDepth; d++) {
-        const int j = base + d * blockDim.x;
-        if (j < end) v[d] = load(j);
-      }
-#pragma unroll
-      for (int d = 0; d < kDepth; d++) {
-        const int j = base + d * blockDim.x;
-        if (j < end) {
-#pragma unroll
-          for (int w = 0; w < kWidth; w++) f(widen(v[d].at[w]), first(j) + w);
-        }
-      }
-    }
+      for (int w = 0; w < kWidth; w++) f(widen(v.at[w]), first + w);
+    });
   }
 };

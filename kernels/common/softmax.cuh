@@ -46,6 +46,13 @@ __device__ __forceinline__ Mass warp_sum(Mass m) {
   return sum;
 }
 
+// A sum of weights as a mass.
+__device__ __forceinline__ Mass to_mass(double weights) {
+  const double units = weights * 4611686018427387904.0;
+  const double high = floor(units / kTwo64);
+  return {(u64)(units - high * kTwo64), (u64)high};
+}
+
 // The least mass that is not below p times `total`.
 __device__ __forceinline__ Mass nucleus(float p, Mass total) {
   const double target = ceil((double)p * raw_double(total));
@@ -56,6 +63,20 @@ __device__ __forceinline__ Mass nucleus(float p, Mass total) {
 // floor(total * draw / 2^64).
 __device__ __forceinline__ Mass inverted(Mass total, u64 draw) {
   return times(total.high, draw) + Mass{__umul64hi(total.low, draw), 0};
+}
+
+// 2^x within 2 units in the last place.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The greater; NaN where either is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
 }
 
 struct Softmax {
@@ -73,7 +94,8 @@ struct Softmax {
 
   // (x - max) / T, at most 0; for what is above -inf.
   __device__ __forceinline__ float exponent(float x) const {
-    const float z = (x * scale - scaled_max) / scaled_temperature;
+    float z = x * scale - scaled_max;
+    if (scaled_temperature != 1.0f) z = z / scaled_temperature;
     return x == max ? 0.0f : z;
   }
 
@@ -96,9 +118,14 @@ struct Softmax {
     return e * __uint_as_float((unsigned)(bias + 127) << 23);
   }
 
-  // The weight in units of 2^-62, rounded down.
+  // The weight in units of 2^-62, rounded down: its fraction, shifted. A conversion is slower.
   __device__ __forceinline__ u64 mass(float x) const {
-    return __float2ull_rz(weight(x) * 4611686018427387904.0f);
+    const float w = weight(x);
+    const unsigned bits = __float_as_uint(w);
+    const u64 fraction = bits & 0x7fffffu | 0x800000u;
+    const int shift = (int)(bits >> 23) - (127 + 23 - 62);
+    const u64 mass = shift >= 0 ? fraction << shift : fraction >> -shift;
+    return w > 0.0f ? mass : 0;
   }
 
   // The same where speed matters less than the size of the code, which the driver compiles when

@@ -1,5 +1,5 @@
-// A team of C blocks that works on one row: one block, or on sm_90 a thread-block cluster, whose
-// members read each other's shared memory.
+// A team of blocks that works on one row: one block (C = 1), or on sm_90 a thread-block cluster
+// of up to C, whose members read each other's shared memory.
 //
 // Every member makes the same decisions from the same numbers: what a member alone knows (sums over
 // its slice of the row, gathered elements) is made common right after it is found.
@@ -14,6 +14,9 @@ struct Team {
   static __device__ __forceinline__ unsigned rank() {
     return cooperative_groups::this_cluster().block_rank();
   }
+  static __device__ __forceinline__ unsigned size() {
+    return cooperative_groups::this_cluster().num_blocks();
+  }
   // A barrier for all threads of the team, ordering their shared memory.
   static __device__ __forceinline__ void sync() { cooperative_groups::this_cluster().sync(); }
   // Where member `rank` has this object of shared memory.
@@ -26,6 +29,7 @@ struct Team {
 template <>
 struct Team<1> {
   static __device__ __forceinline__ unsigned rank() { return 0; }
+  static __device__ __forceinline__ unsigned size() { return 1; }
   static __device__ __forceinline__ void sync() { __syncthreads(); }
   template <class V>
   static __device__ __forceinline__ V* at(V* object, unsigned) { return object; }
@@ -44,7 +48,7 @@ __device__ __noinline__ V team_combine(V v, Op op) {
     Team<C>::sync();
     V all = *Team<C>::at(&said, 0);
 #pragma unroll 1
-    for (int r = 1; r < C; r++) all = op(all, *Team<C>::at(&said, r));
+    for (int r = 1; r < Team<C>::size(); r++) all = op(all, *Team<C>::at(&said, r));
     return all;
   }
 }
@@ -67,7 +71,7 @@ __device__ __noinline__ V team_exclusive_sum(V v, V zero, Add add, V* total) {
     Team<C>::sync();
     V before = zero, all = zero;
 #pragma unroll 1
-    for (int r = 0; r < C; r++) {
+    for (int r = 0; r < Team<C>::size(); r++) {
       if (r == Team<C>::rank()) before = all;
       all = add(all, *Team<C>::at(&said, r));
     }

@@ -1,5 +1,6 @@
-// The kept set itself: ids in ascending order, log-probabilities, and its true size. The row is
-// walked in tiles in the order of ids; a scan gives each survivor its place.
+// The kept set itself: ids in ascending order, log-probabilities, and its true size. A small set is
+// ranked by its ids. For a larger one the row is walked in tiles in the order of ids; a scan gives
+// each survivor its place.
 #pragma once
 
 #include "truncate.cuh"
@@ -17,8 +18,27 @@ __device__ void candidates(const Request& request, unsigned* ids, float* log_pro
   kept.count_and_mass(&size, &mass);
   if (threadIdx.x == 0 && Team<C>::rank() == 0) counts[kept.row_index()] = size;
 #pragma unroll 1
-  for (long long i = size + Team<C>::rank() * kThreads + threadIdx.x; i < capacity; i += C * kThreads) {
+  for (long long i = size + Team<C>::rank() * kThreads + threadIdx.x; i < capacity;
+       i += Team<C>::size() * kThreads) {
     ids[i] = ~0u, log_probs[i] = -CUDART_INF_F;
+  }
+
+  const double log_mass = log(raw_double(mass) / 4611686018427387904.0);
+  if (kept.members) {
+    const Top& top = kept.shared.top;
+    if (Team<C>::rank() == 0 && threadIdx.x < size) {
+      const u64 mine = top.ranked[threadIdx.x];
+      unsigned place = 0;
+#pragma unroll 4
+      // Complements: the greater one is the lower id.
+      for (unsigned other = 0; other < size; other++) place += (unsigned)top.ranked[other] > (unsigned)mine;
+      if (place < capacity) {
+        ids[place] = ~(unsigned)mine;
+        log_probs[place] = kept.softmax.log_weight(value_of(mine >> 32), log_mass);
+      }
+    }
+    Team<C>::sync();  // No member may end while its memory is read.
+    return;
   }
 
   auto members = [&](const Vector<T>& v, int first) {
@@ -37,7 +57,6 @@ __device__ void candidates(const Request& request, unsigned* ids, float* log_pro
     before = team_exclusive_sum<C>(block_sum<Count>(own), 0u, AddSums(), &total);
   }
   const unsigned wanted = size < capacity ? size : (unsigned)capacity;
-  const double log_mass = log(raw_double(mass) / 4611686018427387904.0);
 #pragma unroll 1
   for (int base = row.begin; base < row.end && before < wanted; base += kThreads) {
     const int j = base + threadIdx.x;

@@ -1,16 +1,54 @@
 // Logits with everything outside the kept set at -inf. Survivors keep their bits. In place where
-// `out` is the logits: nothing is written before the cut is known.
+// `out` is the logits: nothing is written before the cut is known. A small set is written over a row
+// of -inf, and the row is not read again.
 #pragma once
 
 #include "truncate.cuh"
+
+// The slice's part of a set in `shared.top`. In place the members have all read the row: to gather
+// its elements they have waited for each other.
+template <class T, int C>
+__device__ void fill(const Kept<T, C>& kept, T* out) {
+  const Row<T>& row = kept.row;
+  const T dropped = from_bits<T>(Bits<T>::kNegInfinity);
+  const int from = max(row.first(row.begin), 0), to = min(row.first(row.end), row.size);
+  int position = -1;
+  T survivor = dropped;
+  if (threadIdx.x < kept.members) {
+    position = (int)~(unsigned)kept.shared.top.ranked[threadIdx.x];
+    if (position >= from && position < to) survivor = row.data[position];
+  }
+  __syncthreads();
+  // By the vectors of the output, which need not start where the row's do.
+  const int shift = (int)((size_t)(out + from) % 16 / sizeof(T));
+  const int lead = min(to, from + (shift ? Row<T>::kWidth - shift : 0));
+  const int vectors = max(to - lead, 0) / Row<T>::kWidth, tail = lead + vectors * Row<T>::kWidth;
+  Vector<T> v;
+#pragma unroll
+  for (int w = 0; w < Row<T>::kWidth; w++) v.at[w] = dropped;
+  uint4 raw;
+  memcpy(&raw, &v, sizeof(raw));
+  uint4* aligned = reinterpret_cast<uint4*>(out + lead);
+#pragma unroll 4
+  for (int j = threadIdx.x; j < vectors; j += kThreads) __stcs(aligned + j, raw);
+  if (from + (int)threadIdx.x < lead) out[from + threadIdx.x] = dropped;
+  if (tail + (int)threadIdx.x < to) out[tail + threadIdx.x] = dropped;
+  __syncthreads();
+  if (position >= from && position < to) out[position] = survivor;
+}
 
 template <class T, int C>
 __device__ void mask(const Request& request, T* out, long long out_stride) {
   extern __shared__ uint4 dynamic[];
   const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic));
-  Team<C>::sync();  // In place, no member may still be reading; and none may end while it is read.
   const Row<T>& row = kept.row;
   out += kept.row_index() * out_stride;
+  if (kept.members) {
+    fill(kept, out);
+    Team<C>::sync();  // No member may end while its memory is read.
+    return;
+  }
+  Team<C>::sync();  // In place, no member may still be reading; and none may end while it is read.
   const bool aligned = (size_t)out % 16 / sizeof(T) == row.shift;
   const T dropped = from_bits<T>(Bits<T>::kNegInfinity);
 #pragma unroll 1

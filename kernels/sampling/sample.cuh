@@ -1,6 +1,7 @@
 // One token a row: the CDF of the kept set, inverted in token-id order.
 //
-// Where the kept set is on chip, the pivot search that truncates also inverts: over ids, by mass.
+// A small set is ranked by its ids. Where a larger one is on chip, the pivot search that truncates
+// also inverts: over ids, by mass.
 // Otherwise the row is summed in segments of consecutive ids, and the segment that the draw falls
 // into is scanned.
 #pragma once
@@ -26,11 +27,52 @@ struct DrawSource {
   }
 };
 
+// What a launch writes, a value a row: `SampleOutputs` in src/sampling/cuda.rs. All but the tokens
+// may be null.
+struct SampleOutputs {
+  unsigned* tokens;
+  // What the row held: 1 NaN, 2 +inf.
+  unsigned* notes;
+  // Over the kept set, in the bits of `candidates`; -inf without a token.
+  float* log_probs;
+  // The counters that the draws are made from: each row's step grows by one.
+  long long* advance;
+  // A row that holds one of these gives no token.
+  unsigned refused;
+};
+
+// All inversions tell the mass of the kept set too; this one, the token's logit.
 template <class T, int C>
-__device__ unsigned invert_on_chip(const Kept<T, C>& kept, u64 draw) {
+__device__ unsigned invert_top(const Kept<T, C>& kept, u64 draw, Mass* mass, float* logit) {
+  const Top& top = kept.shared.top;
+  unsigned size;
+  kept.count_and_mass(&size, mass);
+  const Mass point = inverted(*mass, draw);
+  // The mass of the members up to each, in the order of ids: a part of the comparisons a thread.
+  const unsigned element = threadIdx.x / kParts, part = threadIdx.x % kParts;
+  const unsigned mine = element < size ? (unsigned)top.ranked[element] : 0;
+  Mass up_to = {0, 0};
+#pragma unroll 4
+  for (unsigned other = part; other < size; other += kParts) {
+    // Complements: the greater one is the lower id.
+    up_to = up_to + Mass{(unsigned)top.ranked[other] >= mine ? top.mass[other] : 0, 0};
+  }
+  up_to = warp_reduce<kParts>(up_to, AddSums());
+  __shared__ unsigned drawn;
+  if (part == 0 && element < size && point < up_to && !(point < up_to - Mass{top.mass[element], 0})) {
+    drawn = element;
+  }
+  __syncthreads();
+  *logit = value_of(top.ranked[drawn] >> 32);
+  return ~(unsigned)top.ranked[drawn];
+}
+
+template <class T, int C>
+__device__ unsigned invert_on_chip(const Kept<T, C>& kept, u64 draw, Mass* mass) {
   unsigned size;
   Mass total;
   kept.count_and_mass(&size, &total);
+  *mass = total;
   // The first id at which the cumulative mass exceeds the point.
   const Mass target = inverted(total, draw) + Mass{1, 0};
   const Elements& elements = kept.shared.gathered;
@@ -46,7 +88,7 @@ __device__ unsigned invert_on_chip(const Kept<T, C>& kept, u64 draw) {
 
 // ~0 from the members whose slices the draw does not fall into.
 template <class T, int C>
-__device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw) {
+__device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw, Mass* mass) {
   const Row<T>& row = kept.row;
   Mass(&segments)[kSegments] = kept.shared.segments;
   auto mass_of = [&](const Vector<T>& v, int first) {
@@ -74,6 +116,7 @@ __device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw) {
   Mass total;
   own = block_sum<Weight>(own);
   const Mass before = team_exclusive_sum<C>(own, Mass{0, 0}, AddSums(), &total);
+  *mass = total;
   Mass point = inverted(total, draw);
   if (point < before || !(point < before + own)) return ~0u;
   point = point - before;
@@ -118,30 +161,48 @@ __device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw) {
   return at.token;
 }
 
-// `notes` takes, where it isn't null, what the row held: 1 NaN, 2 +inf. A row that holds one of
-// `refused` gives no token.
 template <class T, int C>
-__device__ void sample(const Request& request, const DrawSource& draws, unsigned* tokens,
-                       unsigned* notes, unsigned refused) {
+__device__ void sample(const Request& request, const DrawSource& draws, const SampleOutputs& out) {
   extern __shared__ uint4 dynamic[];
+  // Its loads, too, go out at the beginning.
+  const u64 draw = draws.draw(Kept<T, C>::row_index());
   const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic));
   const long long b = kept.row_index();
   const unsigned held = kept.has_nan | kept.has_infinity << 1;
   bool says = Team<C>::rank() == 0;
   unsigned token = ~0u;
-  if (kept.numbers > 0 && !(held & refused)) {
+  float logit = CUDART_NAN_F;  // where it is known without a look at the row
+  Mass mass = {1ull << 62, 0};  // of a set of one
+  if (kept.numbers > 0 && !(held & out.refused)) {
     if (kept.cut_key == kept.best_key && kept.cut_end == kept.best_position + 1) {
-      token = kept.best_position;  // a set of one
+      token = kept.best_position, logit = value_of(kept.best_key);  // a set of one
+    } else if (kept.members) {
+      token = invert_top(kept, draw, &mass, &logit);
     } else if (kept.on_chip()) {
-      token = invert_on_chip(kept, draws.draw(b));
+      token = invert_on_chip(kept, draw, &mass);
     } else {
-      token = invert_in_memory(kept, draws.draw(b));
+      token = invert_in_memory(kept, draw, &mass);
       says = token != ~0u;
     }
   }
-  if (threadIdx.x == 0 && says) {
-    tokens[b] = token;
-    if (notes) notes[b] = held;
+  says = says && threadIdx.x == 0;
+  if (says) {
+    out.tokens[b] = token;
+    if (out.notes) out.notes[b] = held;
+    if (out.log_probs) {
+      float log_prob = -CUDART_INF_F;
+      if (token != ~0u) {
+        const double log_mass = log(raw_double(mass) / 4611686018427387904.0);
+        if (logit != logit) logit = widen(kept.row.data[token]);
+        log_prob = kept.softmax.log_weight(logit, log_mass);
+      }
+      out.log_probs[b] = log_prob;
+    }
   }
   Team<C>::sync();  // No member may end while its memory is read.
+  // Not before every member has read the step.
+  if (says && out.advance) {
+    long long& step = out.advance[b * draws.counters_row + draws.counters_column];
+    step = (long long)((u64)step + 1);
+  }
 }

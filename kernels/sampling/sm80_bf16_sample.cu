@@ -1,8 +1,8 @@
-// One block a row.
+// One small block a row, four to a multiprocessor: while one searches, others stream.
+constexpr int kThreads = 256, kCandidates = 4096;
 #include "sample.cuh"
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    sample(const Request request, const DrawSource draws, unsigned* tokens,
-           unsigned* notes, unsigned refused) {
-  sample<__nv_bfloat16, 1>(request, draws, tokens, notes, refused);
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
+    sample(const Request request, const DrawSource draws, const SampleOutputs out) {
+  sample<__nv_bfloat16, 1>(request, draws, out);
 }

@@ -1,7 +1,8 @@
-// One block a row.
+// One small block a row, four to a multiprocessor: while one searches, others stream.
+constexpr int kThreads = 256, kCandidates = 4096;
 #include "mask.cuh"
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
     mask(const Request request, __half* out, long long out_stride) {
   mask<__half, 1>(request, out, out_stride);
 }

@@ -1,8 +1,8 @@
-// A cluster of eight blocks a row.
+// A cluster of blocks a row: its size is the launch's.
+constexpr int kThreads = 512, kCandidates = 4096;
 #include "sample.cuh"
 
-extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(kThreads, 1)
-    sample(const Request request, const DrawSource draws, unsigned* tokens,
-           unsigned* notes, unsigned refused) {
-  sample<float, 8>(request, draws, tokens, notes, refused);
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+    sample(const Request request, const DrawSource draws, const SampleOutputs out) {
+  sample<float, 8>(request, draws, out);
 }

@@ -2,25 +2,31 @@
 //
 // A kept set is a prefix of the row in descending order, ties by position, so it is described by
 // its cut: the key of its last element, and the positions up to which that key is kept. The cut is
-// found in three parts, which follow the paper's sections 3.1 to 3.3:
+// found in four parts; the first three follow the paper's sections 3.1 to 3.3:
 //
-//  1. Sigma-truncation. Mean and deviation of a block of sampled logits propose a threshold that
-//     the kept set should lie above. One pass over the row finds the best element, counts what is
-//     above -inf, and gathers what reaches the threshold into shared memory, the candidates.
-//  2. Pivot search. Where the candidates hold the set (a hit), three pivots at a time split the
-//     range of keys that the cut lies in. The range is one of integers, not of values, and before
-//     each step it shrinks to the keys that exist in it, so at most 16 steps leave one key,
-//     whatever the values; as soon as 32 elements are left in it, a warp ranks them. On a miss, a
-//     histogram of the row narrows the range by 2048 at a time until what is in it fits into
+//  1. Sigma-truncation. A block of sampled logits proposes a threshold that the kept set should lie
+//     above: where the set is small, by the order statistics of the sample, which no law of the
+//     logits misleads; else by its mean and deviation, as the paper does. One pass over the row, the
+//     only one for a set that is found above the threshold, takes the maximum, gathers what reaches
+//     the threshold into shared memory, the candidates, and where top-p needs it, sums the weights
+//     in f32.
+//  2. Where the cut lies among the best 128, a histogram of the candidates finds those, and
+//     comparisons of all pairs rank them and give the exact mass above each. The f32 sum decides a
+//     top-p only where its error bound admits one answer; else the exact sum is taken in a second
+//     pass.
+//  3. Pivot search, for larger sets. Where the candidates hold the set (a hit), three pivots at a
+//     time split the range of keys that the cut lies in. The range is one of integers, not of
+//     values, and before each step it shrinks to the keys that exist in it, so at most 16 steps leave
+//     one key, whatever the values; as soon as 32 elements are left in it, a warp ranks them. On a
+//     miss, a histogram of the row narrows the range by 2048 at a time until what is in it fits into
 //     shared memory, and the search goes on there.
-//  3. Duplicates. Of the elements that have the cut's key, those with the lowest positions are
+//  4. Duplicates. Of the elements that have the cut's key, those with the lowest positions are
 //     kept. The same pivot search, over positions, finds the last of them.
 //
 // A team's members pass over a slice of the row each; gathered elements are exchanged once, and what
 // is on chip every member works through by itself, without a word to the others.
 //
-// Fused: the first pass does the truncation, the maximum for the softmax, and the flags of special
-// rows. Weights and sums of weights are integers (softmax.cuh): no order of arrival shows.
+// Weights and sums of weights that decide are integers (softmax.cuh): no order of arrival shows.
 #pragma once
 
 #include "../common/order.cuh"
@@ -29,9 +35,7 @@
 #include "../common/softmax.cuh"
 #include "../common/team.cuh"
 
-// Candidates that fit on chip: 64 KB of dynamic shared memory, which every device of sm_80 and
-// later has, twice on most.
-constexpr int kCandidates = 8192;
+// `kCandidates`, how many candidates fit on chip, is the including file's.
 constexpr int kBins = 2048;
 
 // The logits of a batch and their parameters: `Request` in src/sampling/cuda.rs.
@@ -44,7 +48,26 @@ struct Request {
   float top_k, top_p, min_p, temperature;
   int vocab;
   int joint;
+  // Null, or four counters a row: `RouteCounters`.
+  unsigned* routes;
 };
+
+// How a row's cut was found: `Routes` in src/sampling/buffers.rs. Only the first thread of a block
+// counts, and only the first block of a team reports.
+constexpr unsigned kHit = 1, kSecondPass = 2, kFallback = 4, kNoTruncation = 8;
+struct RouteCounters {
+  unsigned route, gathered, steps, passes;
+};
+__device__ __forceinline__ RouteCounters& route_counters() {
+  __shared__ RouteCounters counters;
+  return counters;
+}
+__device__ __forceinline__ void count_step() {
+  if (threadIdx.x == 0) route_counters().steps++;
+}
+__device__ __forceinline__ void count_pass(unsigned route = 0) {
+  if (threadIdx.x == 0) route_counters().passes++, route_counters().route |= route;
+}
 
 // One row's parameters: `RowTruncation` in src/sampling/truncation.rs.
 struct Truncation {
@@ -53,6 +76,7 @@ struct Truncation {
   float min_p;     // 0 and below: no limit
   float temperature;
 
+  Truncation() = default;
   __device__ Truncation(const Request& r, long long row) {
     float k = r.top_k, p = r.top_p, m = r.min_p, t = r.temperature;
     if (r.params) {
@@ -79,10 +103,24 @@ struct alignas(16) Histogram {
 
 constexpr int kSegments = 256;
 
+// The best of a row in order, found first in any order.
+constexpr int kTop = 128, kTopBins = 256;
+// Threads to an element.
+constexpr int kParts = kThreads / kTop;
+struct alignas(16) Top {
+  // An element's key, and its position's complement: the order as an integer.
+  u64 found[kTop], found_mass[kTop];
+  u64 ranked[kTop], mass[kTop];
+  Mass above[kTop];  // of everything before it in the order
+  unsigned bins[kTopBins];
+  unsigned slots;
+};
+
 // Dynamic shared memory: `shared_bytes` in src/sampling/cuda.rs. A member of a larger team collects
 // its slice's part first, and then everybody's.
 template <int C>
 struct alignas(16) Shared {
+  Top top;
   Elements gathered;
   union {
     Elements slice;
@@ -92,6 +130,7 @@ struct alignas(16) Shared {
 };
 template <>
 struct alignas(16) Shared<1> {
+  Top top;
   union {
     Elements gathered;
     Elements slice;
@@ -99,7 +138,7 @@ struct alignas(16) Shared<1> {
     Mass segments[kSegments];
   };
 };
-static_assert(sizeof(Shared<1>) == 64 << 10 && sizeof(Shared<8>) == 128 << 10,
+static_assert(sizeof(Shared<1>) == 7184 + (32 << 10) && sizeof(Shared<8>) == 7184 + (64 << 10),
               "src/sampling/cuda.rs asks for as much");
 
 // A measure of elements: their number or their mass. The search is the same for both.
@@ -127,7 +166,8 @@ __device__ __noinline__ typename M::Sum block_sum(typename M::Sum v) {
   __syncthreads();
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
   __syncthreads();
-  return M::warp(parts[threadIdx.x % 32]);
+  const int lane = threadIdx.x % 32;
+  return M::warp(lane < kWarps ? parts[lane] : M::zero());
 }
 
 // Where a search ended: the key at which the measure, taken in descending order, reaches the
@@ -153,6 +193,7 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
   const int lane = threadIdx.x % 32;
   while (true) {
     // Shrink the range to the keys that exist in it.
+    count_step();
     __syncthreads();
     if (threadIdx.x == 0) step.left = 0, step.low = ~0u, step.high = 0, step.slots = 0;
     __syncthreads();
@@ -219,7 +260,7 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
     }
     __syncthreads();
 #pragma unroll
-    for (int s = 0; s < 3; s++) sums[s] = M::warp(step.sums[s][lane]);
+    for (int s = 0; s < 3; s++) sums[s] = M::warp(lane < kWarps ? step.sums[s][lane] : M::zero());
     const Sum above3 = above + sums[0], above2 = above3 + sums[1], above1 = above2 + sums[2];
     if (!(above3 < target)) low = p3 + 1;
     else if (!(above2 < target)) above = above3, high = p3, low = p2 + 1;
@@ -231,53 +272,63 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
 // The truncation of one row. Every member is uniform over the team.
 template <class T, int C>
 struct Kept {
-  // Loads in flight for a pass that only compares: 16 elements a thread.
-  static constexpr int kLight = 16 / Row<T>::kWidth;
+  // Loads in flight for a pass that does little else, and for one that computes.
+  static constexpr int kLight = 4, kHeavy = 1;
+
+  // The sample: a few vectors a thread, evenly from the row.
+  struct Sampled {
+    static constexpr int kSize = 4096;
+    static constexpr int kVectors = kSize / kThreads / Row<T>::kWidth;
+    Vector<T> vectors[kVectors];
+
+    __device__ explicit Sampled(const Row<T>& row) {
+#pragma unroll
+      for (int i = 0; i < kVectors; i++) {
+        const int at = threadIdx.x + i * kThreads;
+        vectors[i] = row.load((int)((long long)at * row.vectors() / (kThreads * kVectors)));
+      }
+    }
+    __device__ __forceinline__ float operator()(int i, int w) const { return widen(vectors[i].at[w]); }
+  };
 
   const Row<T> row;
-  const Truncation limits;
+  Truncation limits;
   Shared<C>& shared;
   Softmax softmax;
 
   unsigned best_key, best_position;
-  unsigned numbers;  // how many logits are above -inf
+  unsigned numbers;  // how many logits are above -inf; where these exceed k, at least as many as k
   bool has_nan, has_infinity;
 
   // The cut: an element is kept where its key is greater, or equal at a position below `end`.
   unsigned cut_key, cut_end;
+
+  // How many are kept, where `shared.top` holds them, in order; else 0.
+  unsigned members;
 
   // Shared memory holds the `gathered` elements of the whole row whose keys lie in [low, high].
   unsigned low, high;
   int gathered;
 
   __device__ Kept(const Request& r, Shared<C>& shared)
-      : row(static_cast<const T*>(r.logits) + row_index() * r.row_stride, r.vocab, Team<C>::rank(), C),
-        limits(r, row_index()),
+      : row(static_cast<const T*>(r.logits) + row_index() * r.row_stride, r.vocab, Team<C>::rank(), Team<C>::size()),
         shared(shared),
         softmax(0.0f, 1.0f) {
-    scan();
-    if (numbers == 0) {
-      cut_key = ~0u, cut_end = 0;
-      return;
+    // Loads that wait for nothing go out together.
+    const Sampled sampled(row);
+    limits = Truncation(r, row_index());
+    row.prefetch();
+    if (threadIdx.x == 0) route_counters() = RouteCounters{0, 0, 0, 0};
+    find_cut(r.joint, sampled);
+    if (r.routes && threadIdx.x == 0 && Team<C>::rank() == 0) {
+      RouteCounters counters = route_counters();
+      if (numbers > 0 && on_chip()) counters.route |= kHit;
+      if (cut_key == kNegInfinityKey && cut_end == 0) counters.route |= kNoTruncation;
+      reinterpret_cast<RouteCounters*>(r.routes)[row_index()] = counters;
     }
-    softmax = Softmax(value_of(best_key), limits.temperature);
-    cut_key = kNegInfinityKey, cut_end = 0;
-    if (limits.top_k == 1) {
-      cut_key = best_key, cut_end = best_position + 1;
-      return;
-    }
-    const unsigned k = limits.top_k < numbers ? limits.top_k : 0;
-    unsigned ties = 0;  // how many elements with the cut's key are kept; 0 where it's exclusive
-    if (k) {
-      const Found<Count> found = locate<Count>(kNegInfinityKey + 1, best_key, 0u, k);
-      cut_key = found.key, ties = k - found.above;
-    }
-    if (limits.top_p < 1.0f) top_p(r.joint, &ties);
-    if (limits.min_p > 0.0f) min_p(&ties);
-    if (ties) cut_end = position_of_tie(ties);
   }
 
-  static __device__ __forceinline__ long long row_index() { return blockIdx.x / C; }
+  static __device__ __forceinline__ long long row_index() { return blockIdx.x / Team<C>::size(); }
 
   __device__ __forceinline__ bool holds(float x, int position) const {
     const unsigned key = key_of(x);
@@ -292,43 +343,305 @@ struct Kept {
   // The number and the mass of the kept elements.
   __device__ void count_and_mass(unsigned* count, Mass* mass) const {
     Mass sum = {0, 0};
-    unsigned members = 0;
-    if (on_chip()) {
+    unsigned own = 0;
+    if (members) {
+      *count = members;
+      *mass = shared.top.above[members - 1] + Mass{shared.top.mass[members - 1], 0};
+    } else if (on_chip()) {
 #pragma unroll 1
       for (int i = threadIdx.x; i < gathered; i += kThreads) {
         const unsigned key = shared.gathered.keys[i];
         if (holds(value_of(key), shared.gathered.positions[i])) {
-          sum = sum + measure<Weight>(key), members++;
+          sum = sum + measure<Weight>(key), own++;
         }
       }
-      *mass = block_sum<Weight>(sum), *count = block_sum<Count>(members);
+      *mass = block_sum<Weight>(sum), *count = block_sum<Count>(own);
     } else {
-      row.template for_each<1>([&](float x, int position) {
-        if (holds(x, position)) sum = sum + Mass{softmax.mass(x), 0}, members++;
+      row.template for_each<kHeavy>([&](float x, int position) {
+        if (holds(x, position)) sum = sum + Mass{softmax.mass(x), 0}, own++;
       });
       *mass = team_combine<C>(block_sum<Weight>(sum), AddSums());
-      *count = team_combine<C>(block_sum<Count>(members), AddSums());
+      *count = team_combine<C>(block_sum<Count>(own), AddSums());
     }
   }
 
  private:
-  // Part 1: the proposal and the pass over the row.
-  __device__ void scan() {
-    const float threshold = proposal();
+  __device__ void find_cut(int joint, const Sampled& sampled) {
+    members = 0;
+    const Proposal proposal = propose(sampled);
+    const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
+    // Whether `numbers` is exact.
+    bool counted = limited && !proposal.gathers;
+    Part part = {0.0f, 0.0f, 0.0f};
+    if (counted) {
+      forget();
+      count_all();
+    } else {
+      part = pass(proposal, sums(joint));
+      counted = gathered && low <= kNegInfinityKey + 1;
+      if (has_nan || has_infinity || best_key <= kNegInfinityKey) count_all(), counted = true;
+    }
+    cut_key = ~0u, cut_end = 0;
+    if (numbers == 0) return;
+    softmax = Softmax(value_of(best_key), limits.temperature);
+    if (gathered && rank_top(joint, part, proposal.reference)) return;
+    if constexpr (C > 1) Team<C>::sync();  // The slices are free again.
+
+    if (limited && numbers < limits.top_k && !counted) count_all();
+    cut_key = kNegInfinityKey;
+    if (limits.top_k == 1) {
+      if (best_position == ~0u) count_all();
+      cut_key = best_key, cut_end = best_position + 1;
+      return;
+    }
+    const unsigned k = limited && limits.top_k < max(numbers, gathered + 1u) ? limits.top_k : 0;
+    unsigned ties = 0;  // how many elements with the cut's key are kept; 0 where it's exclusive
+    if (k) {
+      const Found<Count> found = locate<Count>(kNegInfinityKey + 1, best_key, 0u, k);
+      cut_key = found.key, ties = k - found.above;
+    }
+    if (limits.top_p < 1.0f) top_p(joint, &ties);
+    if (limits.min_p > 0.0f) min_p(&ties);
+    if (ties) cut_end = position_of_tie(ties);
+  }
+
+  // Whether the pass sums the weights: where a top-p refers to more than a top-k leaves.
+  __device__ bool sums(int joint) const {
+    return limits.top_p < 1.0f && limits.top_k != 1 && (joint || !(limits.top_k > 0 && limits.top_k < (unsigned)row.size));
+  }
+
+  // What the sample says: gather what reaches the threshold, or nothing. It decides the route, never
+  // the result.
+  struct Proposal {
+    float threshold;
+    bool gathers;
+    float reference;  // the greatest logit of the sample
+  };
+
+  // Part 1, the sample.
+  __device__ Proposal propose(const Sampled& x) {
+    constexpr int kSampled = Sampled::kVectors;
+    constexpr int kGroups = 64, kGroup = kThreads / kGroups, kShare = 32 / kGroup;
+    __shared__ float maxima[kGroups], nth_greatest;
+    float best = -CUDART_INF_F;
+#pragma unroll
+    for (int i = 0; i < kSampled; i++) {
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) best = fmaxf(best, x(i, w));
+    }
+    const auto greater = [](float a, float b) { return fmaxf(a, b); };
+    const float group = warp_reduce<kGroup>(best, greater);
+    if (threadIdx.x % kGroup == 0) maxima[threadIdx.x / kGroup] = group;
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    const float reference = warp_reduce(fmaxf(maxima[lane], maxima[lane + 32]), greater);
+    // The nth of the groups' maxima: about the nth of the sample, or a little below.
+    const auto nth_maximum = [&](int nth) {
+      const int mine = threadIdx.x / 32 * kShare + lane / kGroup;
+      int before = 0;
+#pragma unroll
+      for (int i = 0; i < kGroups / kGroup; i++) {
+        const int other = i * kGroup + lane % kGroup;
+        before += maxima[other] > maxima[mine] || (maxima[other] == maxima[mine] && other < mine);
+      }
+#pragma unroll
+      for (int lanes = kGroup / 2; lanes > 0; lanes /= 2) before += __shfl_xor_sync(~0u, before, lanes);
+      if (before == nth - 1 && lane % kGroup == 0) nth_greatest = maxima[mine];
+      __syncthreads();
+      return nth_greatest;
+    };
+    const auto above = [&](float threshold) {
+      return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference};
+    };
+    // Everything above -inf fits, or may.
+    if (row.size <= kCandidates || reference == -CUDART_INF_F) return above(-CUDART_MAX_NORMAL_F);
+    const bool by_count = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
+    const bool by_mass = limits.top_p < 1.0f;
+    if (!by_count && !by_mass) {
+      if (!(limits.min_p > 0.0f)) return {0.0f, false, reference};
+      return above(reference + limits.temperature * (logf(limits.min_p) - 1e-3f));
+    }
+    // How many logits one of the sample stands for.
+    const float each = (float)row.size / Sampled::kSize;
+    if (limits.top_k == 1) return above(reference);
+    int nth;
+    if (by_count) {
+      // Fewer than k reach it about once in 100,000 rows.
+      nth = (int)fminf(2.0f * limits.top_k / each + 7.0f, 64.0f);
+      if (nth <= 48) return above(nth_maximum(nth));
+      if (limits.top_k > kCandidates / 2) return {0.0f, false, reference};
+    } else {
+      nth = (int)fminf(fmaxf(768.0f / each, 4.0f), 40.0f);
+    }
+
+    // What lies far below weighs nothing, and fill values would drown the deviation.
+    const float floor = reference - 128.0f * fmaxf(limits.temperature, 1.0f);
+    const float threshold = by_count ? CUDART_INF_F : nth_maximum(nth);
+    const float scale = CUDART_L2E_F / limits.temperature;
+    // Moments about the best: one pass, and no cancellation to speak of. Weights of all, and of what
+    // is not gathered.
+    struct Moments {
+      float n, sum, squares, whole, rest;
+    } m = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kSampled; i++) {
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) {
+        const float d = x(i, w) - reference;
+        if (x(i, w) > floor && x(i, w) < CUDART_INF_F) m.n += 1.0f, m.sum += d, m.squares += d * d;
+        const float weight = exp2_approx(d * scale);
+        m.whole += weight;
+        if (x(i, w) < threshold) m.rest += weight;
+      }
+    }
+    m = block_reduce(m, [](Moments a, Moments b) {
+      return Moments{a.n + b.n, a.sum + b.sum, a.squares + b.squares, a.whole + b.whole, a.rest + b.rest};
+    });
+    if (!by_count && m.rest < 0.8f * (1.0f - limits.top_p) * m.whole) return above(threshold);
+    const float mean = m.sum / m.n;
+    const float sigma = sqrtf(fmaxf(m.squares / m.n - mean * mean, 0.0f));
+    const float size = m.n * each;
+    // The deviation that about `count` elements exceed.
+    auto quantile = [&](float count) { return -normcdfinvf(fminf(count / size, 0.5f)); };
+    float delta;
+    if (by_count) {
+      delta = 0.8f * quantile((float)limits.top_k);  // the paper's margin
+      delta = fmaxf(delta, quantile(0.5f * (limits.top_k + kCandidates)));
+    } else {
+      // Under softmax a normal law is a normal law about its mean plus sigma squared.
+      delta = sigma / limits.temperature - normcdfinvf(limits.top_p);
+      delta -= 0.2f * fabsf(delta);
+      // Where more are kept than fit, by this law: greater logits that the sample has missed may
+      // still outweigh it.
+      if (delta < quantile(kCandidates)) return above(threshold);
+      delta = fmaxf(delta, quantile(0.5f * kCandidates));
+    }
+    const float proposed = reference + mean + delta * sigma;
+    // No statistics (no number in the sample, infinite ones): nothing is gathered.
+    if (!(proposed > -CUDART_INF_F)) return {0.0f, false, reference};
+    return above(fminf(proposed, reference));
+  }
+
+  struct Part {
+    float best;
+    // The weights, and the weights times what their exponents come to: how far rounding may reach.
+    float sum, tilt;
+  };
+
+  // A thread's part of the pass. By itself, with nothing by reference, so that the loop has all
+  // registers and its vectors never go through memory.
+  template <bool kSums>
+  static __device__ __noinline__ Part scan_slice(const Row<T> row, float threshold, float reference,
+                                                 float scale, Elements* slice, unsigned* slots) {
+    float best = -CUDART_INF_F, sum = 0.0f, carry = 0.0f, tilt = 0.0f;
+    row.template for_each_vector<kLight>([&](const Vector<T>& v, int first) {
+      float most = widen(v.at[0]);
+#pragma unroll
+      for (int w = 1; w < Row<T>::kWidth; w++) most = max_or_nan(most, widen(v.at[w]));
+      best = max_or_nan(best, most);
+      if constexpr (kSums) {
+        float weights[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) {
+          // 2^-200 is 0, and -inf times 0 would be NaN.
+          const float exponent = fmaxf((widen(v.at[w]) - reference) * scale, -200.0f);
+          const float weight = exp2_approx(exponent);
+          weights[w % 4] += weight, tilt += weight * fabsf(exponent);
+        }
+        // With the rounding of each sum carried into the next (Kahan).
+        const float more = (weights[0] + weights[1]) + (weights[2] + weights[3]) - carry;
+        const float next = sum + more;
+        carry = (next - sum) - more, sum = next;
+      }
+      // NaN hides what is beside it: then the row is looked at again. A full buffer takes no more.
+      if (most >= threshold && *(volatile unsigned*)slots <= kCandidates) {
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) {
+          const float x = widen(v.at[w]);
+          if (x >= threshold) {
+            const unsigned slot = atomicAdd(slots, 1u);
+            if (slot < kCandidates) slice->keys[slot] = key_of(x), slice->positions[slot] = first + w;
+          }
+        }
+      }
+    });
+    return {best, sum, tilt};
+  }
+
+  // Part 1, the pass: the maximum, the elements that reach the threshold, and the f32 sum of weights
+  // relative to the reference. What is rare (NaN, +inf) is only noticed.
+  __device__ Part pass(const Proposal& proposal, bool sums_weights) {
     __shared__ unsigned slots;
+    __shared__ Part parts[kWarps];
+    __shared__ struct Said {
+      Part part;
+      unsigned slots;
+    } said;
     if (threadIdx.x == 0) slots = 0;
     __syncthreads();
+    count_pass();
 
+    const float threshold = proposal.gathers ? proposal.threshold : CUDART_INF_F;
+    Part part = sums_weights
+        ? scan_slice<true>(row, threshold, proposal.reference, CUDART_L2E_F / limits.temperature,
+                           &shared.slice, &slots)
+        : scan_slice<false>(row, threshold, 0.0f, 0.0f, &shared.slice, &slots);
+    const auto combine = [](Part a, Part b) {
+      return Part{max_or_nan(a.best, b.best), a.sum + b.sum, a.tilt + b.tilt};
+    };
+    part = warp_reduce(part, combine);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
+    __syncthreads();
+    part = warp_reduce<kWarps>(parts[threadIdx.x % kWarps], combine);
+    unsigned total = slots;
+    if constexpr (C > 1) {
+      if (threadIdx.x == 0) said = {part, slots};
+      Team<C>::sync();
+      // Lane r hears member r; then a few warps copy from each.
+      const int lane = threadIdx.x % 32, size = Team<C>::size();
+      Said its = {{-CUDART_INF_F, 0.0f, 0.0f}, 0};
+      if (lane < size) its = *Team<C>::at(&said, lane);
+      part = warp_reduce(its.part, combine);
+      total = __reduce_add_sync(~0u, its.slots);
+      if (total <= kCandidates) {
+        const int member = threadIdx.x / 32 % size;
+        const unsigned place = __reduce_add_sync(~0u, lane < member ? its.slots : 0);
+        const unsigned count = __shfl_sync(~0u, its.slots, member);
+        const Elements* slice = Team<C>::at(&shared.slice, member);
+#pragma unroll 1
+        for (unsigned i = threadIdx.x / 32 / size * 32 + lane; i < count; i += kThreads / size) {
+          shared.gathered.keys[place + i] = slice->keys[i];
+          shared.gathered.positions[place + i] = slice->positions[i];
+        }
+      }
+      __syncthreads();
+    }
+    if (threadIdx.x == 0) route_counters().gathered = total;
+    if (proposal.gathers && total <= kCandidates) {
+      gathered = total, low = key_of(threshold), high = ~0u;
+    } else {
+      forget();
+    }
+    has_nan = part.best != part.best, has_infinity = part.best == CUDART_INF_F;
+    if (has_nan) forget();
+    best_key = key_of(part.best), best_position = ~0u;
+    numbers = gathered;
+    if (numbers == 0 && best_key > kNegInfinityKey) numbers = 1;
+    return part;
+  }
+
+  // Counts what is above -inf, and finds the first of the greatest: for rows with few numbers, NaN or
+  // infinities, and where nothing was gathered.
+  __device__ void count_all() {
     float best = -CUDART_INF_F;
     int position = 0;
     unsigned above = 0, flags = 0;
+    count_pass();
     row.template for_each<kLight>([&](float x, int i) {
-      if (x > best) best = x, position = i;
+      if (x > best || (x == best && i < position)) best = x, position = i;
       above += x > -CUDART_INF_F;
-      if (x != x && i >= 0 && i < row.size) flags |= 1;
-      if (x >= threshold) push(&slots, key_of(x), i);
+      flags |= x != x;
     });
-
     struct Summary {
       u64 rank;
       unsigned numbers, flags;
@@ -338,9 +651,153 @@ struct Kept {
     });
     best_key = summary.rank >> 32, best_position = ~(unsigned)summary.rank;
     numbers = summary.numbers;
-    has_nan = summary.flags, has_infinity = value_of(best_key) == CUDART_INF_F;
-    if (threshold == CUDART_INF_F) forget();
-    else collect(&slots, key_of(threshold), ~0u);
+    has_nan = summary.flags, has_infinity = numbers > 0 && value_of(best_key) == CUDART_INF_F;
+  }
+
+  // Part 2: the cut, where it lies among the best kTop. `passed` is the pass's result, its weights
+  // relative to `reference`.
+  __device__ bool rank_top(int joint, const Part& passed, float reference) {
+    Top& top = shared.top;
+    const bool whole_row = low <= kNegInfinityKey + 1;
+    unsigned count = gathered, edge = low;
+    if (threadIdx.x == 0) top.slots = 0;
+    if (count > kTop) {
+      if (threadIdx.x < kTopBins) top.bins[threadIdx.x] = 0;
+      __syncthreads();
+      const unsigned range = best_key - low;
+      const int shift = max(0, 24 - __clz(range | 1));
+#pragma unroll 1
+      for (int i = threadIdx.x; i < gathered; i += kThreads) {
+        atomicAdd(&top.bins[(shared.gathered.keys[i] - low) >> shift], 1u);
+      }
+      __syncthreads();
+      // How many bins from the top hold no more than kTop, or the first k. Every warp finds out by
+      // itself.
+      constexpr int kEach = kTopBins / 32;
+      const int lane = threadIdx.x % 32;
+      unsigned counts[kEach], inclusive = 0;
+#pragma unroll
+      for (int b = 0; b < kEach; b++) {
+        counts[b] = top.bins[kTopBins - 1 - (lane * kEach + b)], inclusive += counts[b];
+      }
+      const unsigned own = inclusive;
+#pragma unroll
+      for (int lanes = 1; lanes < 32; lanes *= 2) {
+        const unsigned below = __shfl_up_sync(~0u, inclusive, lanes);
+        if (lane >= lanes) inclusive += below;
+      }
+      const unsigned enough = limits.top_k > 0 ? min(limits.top_k, kTop) : kTop;
+      unsigned running = inclusive - own, admitted = 0, bins = 0;
+#pragma unroll
+      for (int b = 0; b < kEach; b++) {
+        const bool wanted = running < enough;
+        running += counts[b];
+        if (wanted && running <= kTop) bins++, admitted = running;
+      }
+      bins = __reduce_add_sync(~0u, bins), count = __reduce_max_sync(~0u, admitted);
+      if (count == 0) return false;
+      edge = low + ((kTopBins - bins) << shift);
+    }
+    const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
+    if (limited && limits.top_k > count && !(whole_row && count == gathered)) return false;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < gathered; i += kThreads) {
+      const unsigned key = shared.gathered.keys[i];
+      if (key >= edge) {
+        const unsigned slot = atomicAdd(&top.slots, 1u);
+        top.found[slot] = (u64)key << 32 | ~shared.gathered.positions[i];
+        top.found_mass[slot] = softmax.mass_of_few(value_of(key));
+      }
+    }
+    __syncthreads();
+    count_step();
+    // A part of the comparisons of an element each.
+    const unsigned element = threadIdx.x / kParts, part = threadIdx.x % kParts;
+    const u64 mine = element < count ? top.found[element] : ~0ull;
+    unsigned rank = 0;
+    Mass above = {0, 0};
+#pragma unroll 4
+    for (unsigned other = part; other < count; other += kParts) {
+      const bool greater = top.found[other] > mine;
+      rank += greater, above = above + Mass{greater ? top.found_mass[other] : 0, 0};
+    }
+    above = warp_reduce<kParts>(above, AddSums()), rank = warp_reduce<kParts>(rank, AddSums());
+    if (element < count && part == 0) {
+      top.ranked[rank] = mine, top.mass[rank] = top.found_mass[element], top.above[rank] = above;
+    }
+    __syncthreads();
+
+    // The kept are the first `kept`; `closed` where that holds whatever lies below the edge.
+    unsigned kept = limited ? min(limits.top_k, count) : count;
+    bool closed = limited || (whole_row && count == gathered);
+    const auto up_to = [&](unsigned r) { return top.above[r - 1] + Mass{top.mass[r - 1], 0}; };
+    const bool mine_ranked = threadIdx.x < count;
+    if (limits.top_p < 1.0f && limits.top_k != 1) {
+      const auto reached = [&](Mass target) {
+        return (unsigned)__syncthreads_count(mine_ranked && top.above[threadIdx.x] < target);
+      };
+      Mass whole;
+      bool exact = true;
+      if (limited && !joint) whole = up_to(kept);
+      else if (whole_row && count == gathered) whole = up_to(count);
+      else exact = false;
+      if (!exact) {
+        Mass least, most;
+        if (!bounds(passed, reference, &least, &most)) {
+          whole = mass_above(kNegInfinityKey), exact = true;
+        } else {
+          const Mass target = nucleus(limits.top_p, most);
+          const unsigned fewest = min(kept, reached(nucleus(limits.top_p, least)));
+          const unsigned ends = min(kept, reached(target));
+          if (!closed && up_to(count) < target) {
+            // Beyond the edge, or so close to it that only the exact sum tells.
+            return false;
+          }
+          if (fewest == ends) kept = ends, closed = true;
+          else whole = mass_above(kNegInfinityKey), exact = true;
+        }
+      }
+      if (exact) {
+        const Mass target = nucleus(limits.top_p, whole);
+        const unsigned ends = reached(target);
+        if (!closed && up_to(count) < target) return false;
+        kept = min(kept, ends), closed = true;
+      }
+    }
+    if (limits.min_p > 0.0f) {
+      const double bound = log((double)limits.min_p);
+      const bool enough =
+          mine_ranked && (double)softmax.exponent(value_of(top.ranked[threadIdx.x] >> 32)) >= bound;
+      const unsigned ends = __syncthreads_count(enough);
+      closed |= ends < count;
+      kept = min(kept, ends);
+    }
+    if (!closed) return false;
+    members = kept;
+    cut_key = top.ranked[kept - 1] >> 32, cut_end = ~(unsigned)top.ranked[kept - 1] + 1;
+    best_position = ~(unsigned)top.ranked[0];
+    return true;
+  }
+
+  // Bounds of the exact sum of weights, from the pass's f32 sum relative to the reference; false where
+  // there are none. In units of the last place (2^-24), relative: an exponent of the f32 sum is off by
+  // at most 4 times itself, one of the exact weights by 2; `tilt` has them all, as powers of two. A
+  // weight is off by 4 in the one sum and in the other, and a carried sum, with the tree that joins
+  // the threads', by 20; the rest is slack.
+  __device__ bool bounds(const Part& passed, float reference, Mass* least, Mass* most) const {
+    const double max = value_of(best_key), sum = passed.sum;
+    const double beyond = (max - (double)reference) / (double)limits.temperature;  // at least 0
+    if (!(beyond < 60.0) || !(sum > 0.0 && sum < 1e30) || !(passed.tilt < 1e30f) || !(max < 1e30) ||
+        !(reference > -1e30f)) {
+      return false;
+    }
+    constexpr double kUnit = 1.0 / (1 << 24), kLn2 = 0.6931471805599453;
+    const double tilt = 1.05 * passed.tilt / sum * kLn2;
+    const double error = kUnit * (6.0 * tilt + 2.0 * beyond + 40.0);
+    const double weights = sum * exp(-beyond);
+    *least = to_mass(weights * (1.0 - error)), *most = to_mass(weights * (1.0 + error));
+    return true;
   }
 
   // Notes an element of the slice, if there is room.
@@ -358,13 +815,14 @@ struct Kept {
     __syncthreads();
     unsigned total;
     team_exclusive_sum<C>(*slots, 0u, AddSums(), &total);
+    if (threadIdx.x == 0) route_counters().gathered = total;
     if (total > kCandidates) {
       forget();
       return;
     }
     if constexpr (C > 1) {
       unsigned place = 0;
-      for (int r = 0; r < C; r++) {
+      for (int r = 0; r < Team<C>::size(); r++) {
         const Elements* slice = Team<C>::at(&shared.slice, r);
         const unsigned count = *Team<C>::at(slots, r);
 #pragma unroll 1
@@ -381,59 +839,7 @@ struct Kept {
 
   __device__ void forget() { gathered = 0, low = ~0u, high = 0; }
 
-  // A threshold that the kept set should lie above, by a normal law with the mean and deviation of
-  // a sample of the row; +inf where nothing is to be gathered. It decides the route, never the
-  // result.
-  __device__ float proposal() const {
-    // Everything above -inf fits.
-    if (row.size <= kCandidates) return -CUDART_MAX_NORMAL_F;
-    const bool by_count = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
-    if (limits.top_k == 1 || (!by_count && limits.top_p >= 1.0f)) return CUDART_INF_F;
-    if (by_count && limits.top_k > kCandidates / 2) return CUDART_INF_F;
-
-    constexpr int kWidth = Row<T>::kWidth;
-    const int j = (int)((long long)threadIdx.x * row.vectors() / kThreads);
-    const Vector<T> v = row.load(j);
-    float best = -CUDART_INF_F;
-#pragma unroll
-    for (int w = 0; w < kWidth; w++) best = fmaxf(best, widen(v.at[w]));
-    best = block_reduce(best, [](float a, float b) { return fmaxf(a, b); });
-    // What lies this far below weighs nothing, and fill values would drown the deviation.
-    const float floor = best - 128.0f * fmaxf(limits.temperature, 1.0f);
-    // Moments about the best: one pass, and no cancellation to speak of.
-    struct Moments {
-      float n, sum, squares;
-    } m = {0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int w = 0; w < kWidth; w++) {
-      const float x = widen(v.at[w]);
-      if (x > floor && x < CUDART_INF_F) m.n += 1.0f, m.sum += x - best, m.squares += (x - best) * (x - best);
-    }
-    m = block_reduce(m, [](Moments a, Moments b) {
-      return Moments{a.n + b.n, a.sum + b.sum, a.squares + b.squares};
-    });
-    const float mean = m.sum / m.n;
-    const float sigma = sqrtf(fmaxf(m.squares / m.n - mean * mean, 0.0f));
-
-    const float size = row.size * (m.n / (kThreads * kWidth));
-    // The deviation that about `count` elements exceed.
-    auto quantile = [&](float count) { return -normcdfinvf(fminf(count / size, 0.5f)); };
-    float delta;
-    if (by_count) {
-      delta = 0.8f * quantile((float)limits.top_k);  // the paper's margin
-      delta = fmaxf(delta, quantile(0.5f * (limits.top_k + kCandidates)));
-    } else {
-      // Under softmax a normal law is a normal law about its mean plus sigma squared.
-      delta = sigma / limits.temperature - normcdfinvf(limits.top_p);
-      delta -= 0.2f * fabsf(delta);
-      delta = fmaxf(delta, quantile(0.5f * kCandidates));
-    }
-    const float threshold = best + mean + delta * sigma;
-    // No statistics (no number in the sample, infinite ones): nothing is gathered.
-    return threshold > -CUDART_INF_F ? threshold : CUDART_INF_F;
-  }
-
-  // Part 2: the key at which the measure, taken in descending order from `to`, reaches the target;
+  // Part 3: the key at which the measure, taken in descending order from `to`, reaches the target;
   // `above` is the measure beyond `to`. The measure of all keys in [from, to] reaches it.
   template <class M>
   __device__ Found<M> locate(unsigned from, unsigned to, typename M::Sum above,
@@ -490,18 +896,23 @@ struct Kept {
         histogram.counts[i] = histogram.mass0[i] = histogram.mass1[i] = histogram.mass2[i] = 0;
       }
       __syncthreads();
-      row.template for_each<1>([&](float x, int) {
+      count_step(), count_pass(kFallback);
+      row.template for_each<kHeavy>([&](float x, int) {
         const unsigned key = key_of(x);
         if (key >= from && key <= to) tally<M>((key - from) >> shift, key);
       });
       Team<C>::sync();
-      // Thread t looks at the bins 2t and 2t + 1 from the top.
-      const int upper = kBins - 1 - 2 * threadIdx.x, lower = upper - 1;
-      const Sum own[2] = {tallied<M>(upper), tallied<M>(lower)};
+      // Each thread looks at a few bins, the first thread at the uppermost.
+      constexpr int kEach = kBins / kThreads;
+      static_assert(kEach * kThreads == kBins, "all bins are looked at");
+      const int upper = kBins - 1 - kEach * threadIdx.x;
+      Sum own[kEach], sum = M::zero();
+#pragma unroll
+      for (int i = 0; i < kEach; i++) own[i] = tallied<M>(upper - i), sum = sum + own[i];
       Sum total;
-      Sum before = above + block_exclusive_sum(own[0] + own[1], M::zero(), AddSums(), &total);
-#pragma unroll 1
-      for (int i = 0; i < 2; i++) {
+      Sum before = above + block_exclusive_sum(sum, M::zero(), AddSums(), &total);
+#pragma unroll
+      for (int i = 0; i < kEach; i++) {
         const Sum after = before + own[i];
         if (before < target && !(after < target)) {
           choice = {before, (unsigned)(upper - i), tallied<Count>(upper - i)};
@@ -520,6 +931,7 @@ struct Kept {
         return {from, above};
       }
       if (count <= kCandidates) {
+        count_pass();
         row.template for_each<kLight>([&](float x, int i) {
           const unsigned key = key_of(x);
           if (key >= from && key <= to) push(&slots, key, i);
@@ -539,7 +951,7 @@ struct Kept {
   // The mass of everything with a greater key.
   __device__ Mass mass_above(unsigned key) const {
     Mass sum = {0, 0};
-    if (high == ~0u && gathered && key >= low) {
+    if (high == ~0u && gathered && key + 1 >= low) {
 #pragma unroll 1
       for (int i = threadIdx.x; i < gathered; i += kThreads) {
         const unsigned its = shared.gathered.keys[i];
@@ -547,7 +959,8 @@ struct Kept {
       }
       return block_sum<Weight>(sum);
     }
-    row.template for_each<1>([&](float x, int) {
+    count_pass(kSecondPass);
+    row.template for_each<kHeavy>([&](float x, int) {
       if (key_of(x) > key) sum = sum + Mass{softmax.mass(x), 0};
     });
     return team_combine<C>(block_sum<Weight>(sum), AddSums());
@@ -597,7 +1010,7 @@ struct Kept {
     if (least > cut_key) cut_key = least - 1, *ties = 0;
   }
 
-  // Part 3: the position after the `nth` element with the cut's key, nth >= 1.
+  // Part 4: the position after the `nth` element with the cut's key, nth >= 1.
   __device__ unsigned position_of_tie(unsigned nth) {
     if (cut_key >= low && cut_key <= high && gathered) {
       const Found<Count> found = pivot_search<Count>(
@@ -609,6 +1022,7 @@ struct Kept {
           [](int) { return 1u; });
       return ~found.key + 1;
     }
+    count_pass();
     auto ties = [&](const Vector<T>& v) {
       unsigned count = 0;
 #pragma unroll
@@ -674,7 +1088,7 @@ template <class M>
 __device__ __forceinline__ typename M::Sum Kept<T, C>::tallied(int bin) const {
   typename M::Sum sum = M::zero();
 #pragma unroll 1
-  for (int r = 0; r < C; r++) {
+  for (int r = 0; r < Team<C>::size(); r++) {
     const Histogram& h = *Team<C>::at(&shared.histogram, r);
     if constexpr (sizeof(sum) == sizeof(unsigned)) sum = sum + h.counts[bin];
     else sum = sum + Mass{(u64)h.mass1[bin] << 32 | h.mass0[bin], h.mass2[bin]};

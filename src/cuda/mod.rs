@@ -5,12 +5,13 @@
 //! while a CUDA graph is captured. [`preload`] loads them ahead of time.
 
 use candle_core::cuda_backend::cudarc::driver::sys::{
-    CUdevice_attribute_enum as Attribute, CUfunction_attribute_enum as FunctionAttribute,
+    self, CUdevice_attribute_enum as Attribute, CUfunction_attribute_enum as FunctionAttribute,
 };
 use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaStream};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{bail, DType, Device, Result};
 use std::cell::Cell;
+use std::ffi::c_void;
 use std::sync::Arc;
 
 mod ptx {
@@ -121,8 +122,8 @@ impl Family {
 pub enum Form {
     /// One block a row, on any device of compute capability 8.0 or later.
     Sm80,
-    /// A thread-block cluster a row, on devices of compute capability 9.0. By default it serves
-    /// batches that would leave most of the device idle.
+    /// A thread-block cluster a row, of 2, 4 or 8 blocks, on devices of compute capability 9.0. By
+    /// default it serves batches of no more rows than the device has multiprocessors.
     Sm90,
 }
 
@@ -148,27 +149,90 @@ fn runs_sm90(device: &CudaDevice) -> Result<bool> {
     Ok(capability == (9, 0))
 }
 
-/// The form to launch in, where the sm_90 one gives each row `blocks` blocks.
-pub(crate) fn form(device: &CudaDevice, rows: usize, blocks: usize) -> Result<Form> {
+/// The form to launch in, and how many blocks it gives each row: of what a cluster holds on every
+/// device, as many as run at once, two on a multiprocessor.
+pub(crate) fn form(device: &CudaDevice, rows: usize) -> Result<(Form, u32)> {
     if !runs_sm90(device)? {
-        return Ok(Form::Sm80);
-    }
-    if let Some(forced) = FORCED.get() {
-        return Ok(forced);
+        return Ok((Form::Sm80, 1));
     }
     let stream = device.cuda_stream();
     let multiprocessors = stream
         .context()
         .attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
         .w()?;
-    let idle = rows * blocks <= multiprocessors as usize;
-    Ok(if idle { Form::Sm90 } else { Form::Sm80 })
+    let fitting = [8, 4, 2]
+        .into_iter()
+        .find(|&blocks| rows * blocks <= 2 * multiprocessors as usize);
+    Ok(match (FORCED.get(), fitting) {
+        (Some(Form::Sm80), _) | (None, None) => (Form::Sm80, 1),
+        (_, blocks) => (Form::Sm90, blocks.unwrap_or(2) as u32),
+    })
 }
 
 /// A kernel, ready to be launched on its device's stream.
 pub(crate) struct Kernel {
     pub function: CudaFunction,
     pub stream: Arc<CudaStream>,
+}
+
+/// How a kernel is launched: a team of blocks a row.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Teams {
+    pub rows: u32,
+    /// Blocks of a team; more than one are a cluster.
+    pub blocks: u32,
+    pub threads: u32,
+    pub shared_bytes: u32,
+}
+
+impl Kernel {
+    /// Launches the kernel. (cudarc's own launch knows no clusters but those that a kernel is
+    /// compiled for.)
+    ///
+    /// # Safety
+    /// The arguments point to values of the kernel's parameter types, in order, and what these
+    /// address is valid, and ordered on the stream, as long as the kernel runs.
+    pub unsafe fn launch<const N: usize>(
+        &self,
+        teams: Teams,
+        mut arguments: [*const c_void; N],
+    ) -> Result<()> {
+        self.stream.context().bind_to_thread().w()?;
+        let mut cluster = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { pad: [0; 64] },
+        };
+        cluster.value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
+            x: teams.blocks,
+            y: 1,
+            z: 1,
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: teams.rows * teams.blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: teams.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: teams.shared_bytes,
+            hStream: self.stream.cu_stream(),
+            attrs: &mut cluster,
+            numAttrs: (teams.blocks > 1) as u32,
+        };
+        // SAFETY: function and stream are alive in `self`; the rest is the caller's promise. The
+        // driver reads the arguments and writes none.
+        unsafe {
+            sys::cuLaunchKernelEx(
+                &config,
+                self.function.cu_function(),
+                arguments.as_mut_ptr().cast(),
+                std::ptr::null_mut(),
+            )
+        }
+        .result()
+        .w()
+    }
 }
 
 impl Module {

@@ -2,9 +2,8 @@
 
 use super::cpu::{self, with_logits};
 use super::cuda;
-use super::truncation::{Mass, Operand, Rows, Truncation};
-use candle_core::backend::BackendStorage;
-use candle_core::{bail, CpuStorage, Layout, Result, Storage, Tensor};
+use super::truncation::{check_device, on_cpu, on_cuda, Given, Mass, Rows, Truncation};
+use candle_core::{bail, CpuStorage, Result, Storage, Tensor};
 
 /// The kept sets of a batch. For logits `[V]` the dimension B is absent.
 #[derive(Debug, Clone)]
@@ -22,6 +21,22 @@ const OP: &str = "candidates";
 
 /// Candidates of a batch, padding included: 128 GiB of ids and as much of log-probabilities.
 const MOST_ELEMENTS: usize = 1 << 35;
+
+/// Refuses a capacity that no device could hold.
+pub(super) fn check_capacity(op: &str, batch: usize, capacity: usize) -> Result<()> {
+    if capacity == 0 {
+        bail!("{op}: the capacity is 0, at least 1 is needed")
+    }
+    // Beyond the vocabulary there is only padding; what is far beyond it cannot be allocated, and
+    // sizes in bytes would wrap on the way to the device.
+    let elements = batch.max(1).checked_mul(capacity);
+    if elements.is_none_or(|n| n > MOST_ELEMENTS) {
+        bail!(
+            "{op}: a capacity of {capacity} for {batch} rows is too much, at most {MOST_ELEMENTS} candidates in all are supported"
+        )
+    }
+    Ok(())
+}
 
 /// The kept set of each row, with the same parameters for every row. Logits are F32, F16 or BF16,
 /// `[V]` or `[B, V]`; `capacity` is C, at least 1. A row with nothing above -inf has no candidate.
@@ -44,7 +59,7 @@ const MOST_ELEMENTS: usize = 1 << 35;
 /// device.
 pub fn candidates(logits: &Tensor, truncation: Truncation, capacity: usize) -> Result<Candidates> {
     truncation.check(OP)?;
-    run(logits, Parameters::Scalar(truncation), capacity)
+    run(logits, Given::Scalar(truncation), capacity)
 }
 
 /// [`candidates`] with per-row parameters: see [`Truncation::rows`].
@@ -57,52 +72,21 @@ pub fn candidates_rows(
     mass: Mass,
     capacity: usize,
 ) -> Result<Candidates> {
-    run(logits, Parameters::Rows(rows, mass), capacity)
+    run(logits, Given::Rows(rows, mass), capacity)
 }
 
-enum Parameters<'a> {
-    Scalar(Truncation),
-    Rows(&'a Tensor, Mass),
-}
-
-fn run(logits: &Tensor, parameters: Parameters, capacity: usize) -> Result<Candidates> {
-    if capacity == 0 {
-        bail!("{OP}: the capacity is 0, at least 1 is needed")
-    }
+fn run(logits: &Tensor, parameters: Given, capacity: usize) -> Result<Candidates> {
     let rows = Rows::of(OP, logits.layout(), logits.dtype())?;
-    // Beyond the vocabulary there is only padding; what is far beyond it cannot be allocated, and
-    // sizes in bytes would wrap on the way to the device.
-    let elements = rows.batch.max(1).checked_mul(capacity);
-    if elements.is_none_or(|n| n > MOST_ELEMENTS) {
-        bail!(
-            "{OP}: a capacity of {capacity} for {} rows is too much, at most {MOST_ELEMENTS} candidates in all are supported",
-            rows.batch
-        )
-    }
-    if let Parameters::Rows(params, _) = &parameters {
-        if !logits.device().same_device(params.device()) {
-            bail!(
-                "{OP}: logits are on {:?} and per-row parameters on {:?}, they must be on one device",
-                logits.device().location(),
-                params.device().location()
-            )
-        }
+    check_capacity(OP, rows.batch, capacity)?;
+    if let Some(params) = parameters.tensor() {
+        check_device(OP, logits, "per-row parameters", params)?;
     }
     let (storage, _) = logits.storage_and_layout();
-    let params = match &parameters {
-        Parameters::Scalar(_) => None,
-        Parameters::Rows(tensor, _) => Some(tensor.storage_and_layout()),
-    };
+    let params = parameters.tensor().map(Tensor::storage_and_layout);
     let (ids, log_probs, counts) = match &*storage {
         Storage::Cpu(storage) => {
-            let params = match &params {
-                Some((params, layout)) => match &**params {
-                    Storage::Cpu(params) => Some((params, *layout)),
-                    _ => unreachable!("both are on one device"),
-                },
-                None => None,
-            };
-            let operand = parameters.operand(&rows, params)?;
+            let params = params.as_ref().map(|params| on_cpu!(params));
+            let operand = parameters.operand(OP, &rows, params)?;
             let parameters = cpu::Parameters::new(&operand)?;
             let (ids, log_probs, counts) = with_logits!(OP, storage, |data| cpu::candidates(
                 data,
@@ -117,14 +101,8 @@ fn run(logits: &Tensor, parameters: Parameters, capacity: usize) -> Result<Candi
             )
         }
         Storage::Cuda(storage) => {
-            let params = match &params {
-                Some((params, layout)) => match &**params {
-                    Storage::Cuda(params) => Some((params, *layout)),
-                    _ => unreachable!("both are on one device"),
-                },
-                None => None,
-            };
-            let operand = parameters.operand(&rows, params)?;
+            let params = params.as_ref().map(|params| on_cuda!(params));
+            let operand = parameters.operand(OP, &rows, params)?;
             let (ids, log_probs, counts) = cuda::candidates(storage, &rows, operand, capacity)?;
             (
                 Storage::Cuda(ids),
@@ -140,20 +118,4 @@ fn run(logits: &Tensor, parameters: Parameters, capacity: usize) -> Result<Candi
         log_probs: Tensor::from((log_probs, per_candidate)),
         counts: Tensor::from((counts, rows.shape(None))),
     })
-}
-
-impl Parameters<'_> {
-    fn operand<'a, S: BackendStorage>(
-        &self,
-        rows: &Rows,
-        params: Option<(&'a S, &'a Layout)>,
-    ) -> Result<Operand<'a, S>> {
-        match (self, params) {
-            (Parameters::Rows(_, mass), Some((storage, layout))) => {
-                Operand::rows(OP, rows, storage, layout, *mass)
-            }
-            (Parameters::Scalar(truncation), _) => Operand::scalar(OP, rows, truncation),
-            (Parameters::Rows(..), None) => unreachable!("packed rows bring their storage"),
-        }
-    }
 }

@@ -9,7 +9,7 @@
 use super::philox;
 use super::sample::{Draw, DrawOperand};
 use super::softmax::{self, Softmax};
-use super::truncation::{row_and_column, Mass, Operand, RowTruncation, Rows, PACKED};
+use super::truncation::{row_and_column, Mass, Operand, RowTruncation, Rows, Truncation, PACKED};
 use crate::order::{self, rank, rank_key, rank_position};
 use candle_core::{CpuStorage, Result};
 use half::{bf16, f16, slice::HalfFloatSliceExt};
@@ -205,13 +205,20 @@ impl Kept {
     }
 
     /// The token that a 64-bit draw falls on: the CDF of the set inverted in token-id order.
-    pub fn token(&self, row: &[f32], draw: u64) -> Option<u32> {
+    /// With it the log-probability over the set, in the bits of [`candidates`].
+    pub fn token(&self, row: &[f32], draw: u64) -> Option<(u32, f32)> {
         let cut = self.cut?;
+        let with_log_prob = |token: u32, total: u128| {
+            let log_mass = softmax::to_f64(total).ln();
+            let log_prob = self.softmax.log_weight(row[token as usize], log_mass);
+            (token, log_prob)
+        };
         if self.members.is_some() {
             let (_, total) = self.count_and_mass(row);
             let point = softmax::inverted(total, draw);
             let positions = self.positions(row);
-            return self.walk(row, positions.into_iter(), 0, point);
+            let token = self.walk(row, positions.into_iter(), 0, point)?;
+            return Some(with_log_prob(token, total));
         }
         // By blocks, of which only the one that the point falls into is walked.
         const BLOCK: usize = 256;
@@ -223,7 +230,8 @@ impl Kept {
             chunk.chunks(BLOCK).enumerate().map(mass).collect()
         })
         .concat();
-        let point = softmax::inverted(masses.iter().sum(), draw);
+        let total = masses.iter().sum();
+        let point = softmax::inverted(total, draw);
         let mut before = 0;
         let block = masses.iter().position(|mass| {
             let falls = before + mass > point;
@@ -232,7 +240,8 @@ impl Kept {
         })?;
         let ids = block * BLOCK..row.len().min((block + 1) * BLOCK);
         let members = ids.filter(|&i| cut.holds(i, row[i])).map(|i| i as u32);
-        self.walk(row, members, before, point)
+        let token = self.walk(row, members, before, point)?;
+        Some(with_log_prob(token, total))
     }
 
     /// The first of `members` at which the cumulative mass exceeds `point`.
@@ -510,6 +519,15 @@ impl<'a> Parameters<'a> {
         })
     }
 
+    /// Packed rows that lie one behind the other.
+    pub fn packed(rows: &'a [f32], mass: Mass) -> Self {
+        Self {
+            scalars: Truncation::default().packed(),
+            rows: Some((rows, 0, PACKED, 1)),
+            mass,
+        }
+    }
+
     fn row(&self, b: usize) -> RowTruncation {
         RowTruncation::from_packed(match self.rows {
             None => self.scalars,
@@ -611,6 +629,21 @@ pub(crate) fn mask_in_place<T: Logit>(data: &mut [T], rows: &Rows, parameters: &
     });
 }
 
+/// Into rows that lie elsewhere.
+pub(crate) fn mask_into<T: Logit>(
+    data: &[T],
+    rows: &Rows,
+    parameters: &Parameters,
+    out: &mut [T],
+    out_rows: &Rows,
+) {
+    for b in 0..rows.batch {
+        out[out_rows.start + b * out_rows.stride..][..rows.vocab]
+            .copy_from_slice(row_of(data, rows, b));
+    }
+    mask_in_place(out, out_rows, parameters);
+}
+
 /// Ids, log-probabilities and counts of the kept sets.
 pub(crate) fn candidates<T: Logit>(
     data: &[T],
@@ -618,26 +651,41 @@ pub(crate) fn candidates<T: Logit>(
     parameters: &Parameters,
     capacity: usize,
 ) -> (Vec<u32>, Vec<f32>, Vec<u32>) {
-    let mut ids = vec![u32::MAX; rows.batch * capacity];
-    let mut log_probs = vec![f32::NEG_INFINITY; rows.batch * capacity];
+    let mut ids = vec![0; rows.batch * capacity];
+    let mut log_probs = vec![0.0; rows.batch * capacity];
     let mut counts = vec![0u32; rows.batch];
+    let out = (&mut ids[..], &mut log_probs[..], &mut counts[..]);
+    candidates_into(data, rows, parameters, capacity, out);
+    (ids, log_probs, counts)
+}
+
+/// The same into buffers of at least as many rows.
+pub(crate) fn candidates_into<T: Logit>(
+    data: &[T],
+    rows: &Rows,
+    parameters: &Parameters,
+    capacity: usize,
+    (ids, log_probs, counts): (&mut [u32], &mut [f32], &mut [u32]),
+) {
     let outputs = ids
         .chunks_mut(capacity)
         .zip(log_probs.chunks_mut(capacity))
-        .zip(&mut counts);
-    for_each_row(outputs.enumerate(), |(b, ((ids, log_probs), count))| {
+        .zip(counts);
+    let each = outputs.take(rows.batch).enumerate();
+    for_each_row(each, |(b, ((ids, log_probs), count))| {
         let row = T::widen(row_of(data, rows, b));
         let (_, kept) = kept_of(&row, b, parameters);
         let positions = kept.positions(&row);
         let (_, mass) = kept.count_and_mass(&row);
         let log_mass = softmax::to_f64(mass).ln();
         *count = positions.len() as u32;
+        ids.fill(u32::MAX);
+        log_probs.fill(f32::NEG_INFINITY);
         for ((id, log_prob), position) in ids.iter_mut().zip(log_probs).zip(positions) {
             *id = position;
             *log_prob = kept.softmax.log_weight(row[position as usize], log_mass);
         }
     });
-    (ids, log_probs, counts)
 }
 
 /// What became of a row: its token, and what the logits held.
@@ -649,21 +697,28 @@ pub(crate) struct Drawn {
     pub has_infinity: bool,
 }
 
+/// What became of each row, and its token's log-probability: -inf without a token.
 pub(crate) fn sample<T: Logit>(
     data: &[T],
     rows: &Rows,
     parameters: &Parameters,
     draws: &Draws,
-) -> Vec<Drawn> {
+) -> (Vec<Drawn>, Vec<f32>) {
     let mut drawn = vec![Drawn::default(); rows.batch];
-    for_each_row(drawn.iter_mut().enumerate(), |(b, drawn)| {
+    let mut log_probs = vec![f32::NEG_INFINITY; rows.batch];
+    let each = drawn.iter_mut().zip(&mut log_probs).enumerate();
+    for_each_row(each, |(b, (drawn, log_prob))| {
         let row = T::widen(row_of(data, rows, b));
         let (summary, kept) = kept_of(&row, b, parameters);
+        let (token, its_log_prob) = kept
+            .token(&row, draws.row(b))
+            .unwrap_or((u32::MAX, f32::NEG_INFINITY));
         *drawn = Drawn {
-            token: kept.token(&row, draws.row(b)).unwrap_or(u32::MAX),
+            token,
             has_nan: summary.has_nan,
             has_infinity: summary.has_infinity,
         };
+        *log_prob = its_log_prob;
     });
-    drawn
+    (drawn, log_probs)
 }

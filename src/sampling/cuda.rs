@@ -2,9 +2,10 @@
 
 use super::cpu::Drawn;
 use super::sample::{self, Draw, DrawOperand};
-use super::truncation::{row_and_column, Operand, Rows, Truncation};
-use crate::cuda::{self, Family, Form, Kernel, CANDIDATES, MASK, REPEAT_PENALTY, SAMPLE};
+use super::truncation::{row_and_column, Mass, Operand, Rows, Truncation, PACKED};
+use crate::cuda::{self, Family, Form, Kernel, Teams, CANDIDATES, MASK, REPEAT_PENALTY, SAMPLE};
 use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
     SyncOnDrop,
@@ -12,17 +13,21 @@ use candle_core::cuda_backend::cudarc::driver::{
 use candle_core::cuda_backend::{CudaDType, CudaStorageSlice, WrapErr};
 use candle_core::{bail, CudaDevice, CudaStorage, DType, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
+use std::ffi::c_void;
 
-/// Threads of a block: `kThreads` in `kernels/common/block.cuh`.
-const THREADS: u32 = 1024;
-/// Blocks of a row in the sm_90 form, as in `kernels/sampling/sm90_*.cu`.
-const TEAM: u32 = 8;
+/// Threads of a block: `kThreads` in the kernel's file.
+fn threads(form: Form) -> u32 {
+    match form {
+        Form::Sm80 => 256,
+        Form::Sm90 => 512,
+    }
+}
 
 /// `sizeof(Shared<C>)` in `kernels/sampling/truncate.cuh`.
 fn shared_bytes(form: Form) -> u32 {
     match form {
-        Form::Sm80 => 64 << 10,
-        Form::Sm90 => 128 << 10,
+        Form::Sm80 => 7184 + (32 << 10),
+        Form::Sm90 => 7184 + (64 << 10),
     }
 }
 
@@ -32,20 +37,22 @@ fn kernel(
     device: &CudaDevice,
     dtype: DType,
     rows: &Rows,
-) -> Result<(Kernel, LaunchConfig)> {
-    let form = cuda::form(device, rows.batch, TEAM as usize)?;
-    let shared_mem_bytes = shared_bytes(form);
-    let kernel = family.kernel(device, dtype, form, shared_mem_bytes)?;
-    let blocks = match form {
-        Form::Sm80 => 1,
-        Form::Sm90 => TEAM,
+) -> Result<(Kernel, Teams)> {
+    let (form, blocks) = cuda::form(device, rows.batch)?;
+    let shared_bytes = shared_bytes(form);
+    let kernel = family.kernel(device, dtype, form, shared_bytes)?;
+    let teams = Teams {
+        rows: rows.batch as u32,
+        blocks,
+        threads: threads(form),
+        shared_bytes,
     };
-    let config = LaunchConfig {
-        grid_dim: (rows.batch as u32 * blocks, 1, 1),
-        block_dim: (THREADS, 1, 1),
-        shared_mem_bytes,
-    };
-    Ok((kernel, config))
+    Ok((kernel, teams))
+}
+
+/// An argument of a launch.
+fn arg<T: DeviceRepr>(value: &T) -> *const c_void {
+    (value as *const T).cast()
 }
 
 /// `Request` in `kernels/sampling/truncate.cuh`.
@@ -60,6 +67,7 @@ struct Request {
     scalars: [f32; 4],
     vocab: i32,
     joint: i32,
+    routes: u64,
 }
 
 // SAFETY: plain old data, laid out as the kernels' struct of the same name.
@@ -80,6 +88,69 @@ struct DrawSource {
 // SAFETY: plain old data, laid out as the kernels' struct of the same name.
 unsafe impl DeviceRepr for DrawSource {}
 
+/// `SampleOutputs` in `kernels/sampling/sample.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct SampleOutputs {
+    tokens: u64,
+    notes: u64,
+    log_probs: u64,
+    advance: u64,
+    refused: u32,
+}
+
+// SAFETY: plain old data, laid out as the kernels' struct of the same name.
+unsafe impl DeviceRepr for SampleOutputs {}
+
+/// A buffer of our own, at one address as long as it lives.
+#[derive(Debug)]
+pub(super) struct Buffer<T> {
+    slice: CudaSlice<T>,
+    device: CudaDevice,
+}
+
+impl<T: CudaDType + DeviceRepr> Buffer<T> {
+    pub fn new(device: &CudaDevice, values: &[T]) -> Result<Self> {
+        refuse_capture(device)?;
+        Ok(Self {
+            slice: device.cuda_stream().clone_htod(values).w()?,
+            device: device.clone(),
+        })
+    }
+
+    /// Uploads `values` to where element `start` lies; they fit.
+    pub fn write(&mut self, start: usize, values: &[T]) -> Result<()> {
+        refuse_capture(&self.device)?;
+        let mut part = self.slice.slice_mut(start..start + values.len());
+        self.device
+            .cuda_stream()
+            .memcpy_htod(values, &mut part)
+            .w()?;
+        Ok(())
+    }
+
+    pub fn read(&self) -> Result<Vec<T>> {
+        refuse_capture(&self.device)?;
+        self.device.cuda_stream().clone_dtoh(&self.slice).w()
+    }
+
+    pub fn copy(&self) -> Result<CudaStorage> {
+        refuse_capture(&self.device)?;
+        let copy = self.device.cuda_stream().clone_dtod(&self.slice).w()?;
+        Ok(CudaStorage::wrap_cuda_slice(copy, self.device.clone()))
+    }
+}
+
+/// Captured, an upload would be replayed from host memory that is gone by then, and an allocation
+/// would be freed by no one.
+fn refuse_capture(device: &CudaDevice) -> Result<()> {
+    let status = device.cuda_stream().capture_status().w()?;
+    if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+        bail!("sampling buffers: the stream is capturing a CUDA graph, into which only sample_into and candidates_into go; make, set and read buffers before or after")
+    }
+    Ok(())
+}
+
 /// Device addresses in use by a launch: the guards keep them valid, and ordered among streams,
 /// until the launch is enqueued.
 struct Addresses<'a> {
@@ -91,7 +162,7 @@ impl<'a> Addresses<'a> {
     fn new(stream: &'a CudaStream) -> Self {
         Self {
             stream,
-            guards: Vec::with_capacity(4),
+            guards: Vec::with_capacity(6),
         }
     }
 
@@ -99,6 +170,12 @@ impl<'a> Addresses<'a> {
         let (address, guard) = slice.device_ptr(self.stream);
         self.guards.push(guard);
         address + (offset * size_of::<T>()) as u64
+    }
+
+    fn written<T>(&mut self, slice: &'a mut CudaSlice<T>) -> u64 {
+        let (address, guard) = slice.device_ptr_mut(self.stream);
+        self.guards.push(guard);
+        address
     }
 
     fn of_logits(&mut self, storage: &'a CudaStorage, offset: usize) -> Result<u64> {
@@ -145,7 +222,29 @@ impl<'a> Addresses<'a> {
             params_column,
             scalars: operand.scalars,
             vocab: rows.vocab as i32,
-            joint: (operand.mass == super::Mass::Joint) as i32,
+            joint: (operand.mass == Mass::Joint) as i32,
+            routes: 0,
+        })
+    }
+
+    /// With parameters that lie in a buffer, a packed row behind the other.
+    fn request_packed(
+        &mut self,
+        storage: &'a CudaStorage,
+        rows: &Rows,
+        (params, mass): (&'a Buffer<f32>, Mass),
+        routes: Option<&'a mut Buffer<u32>>,
+    ) -> Result<Request> {
+        Ok(Request {
+            logits: self.of_logits(storage, rows.start)?,
+            row_stride: rows.stride as i64,
+            params: self.of(&params.slice, 0),
+            params_row: PACKED as i64,
+            params_column: 1,
+            scalars: Truncation::default().packed(),
+            vocab: rows.vocab as i32,
+            joint: (mass == Mass::Joint) as i32,
+            routes: routes.map_or(0, |routes| self.written(&mut routes.slice)),
         })
     }
 
@@ -187,16 +286,15 @@ pub(super) fn mask(
         // SAFETY: the kernel writes every element.
         let mut out = unsafe { device.alloc::<T>(rows.batch * rows.vocab)? };
         if rows.batch > 0 {
-            let (kernel, config) = kernel(&MASK, device, storage.dtype(), rows)?;
-            let Kernel { function, stream } = kernel;
+            let (kernel, teams) = kernel(&MASK, device, storage.dtype(), rows)?;
+            let stream = kernel.stream.clone();
             let mut addresses = Addresses::new(&stream);
             let request = addresses.request(storage, rows, &operand)?;
             let stride = rows.vocab as i64;
-            let mut launch = stream.launch_builder(&function);
-            launch.arg(&request).arg(&mut out).arg(&stride);
+            let to = addresses.written(&mut out);
             // SAFETY: `Rows` has checked that every row lies in the logits, `Operand` that every
             // packed row does, and `out` holds a dense row for each team.
-            unsafe { launch.launch(config) }.w()?;
+            unsafe { kernel.launch(teams, [arg(&request), arg(&to), arg(&stride)]) }?;
         }
         Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
     }
@@ -205,6 +303,42 @@ pub(super) fn mask(
         DType::BF16 => run::<bf16>(storage, rows, operand),
         _ => run::<f32>(storage, rows, operand),
     }
+}
+
+pub(super) fn mask_into(
+    out: &mut CudaStorage,
+    out_rows: &Rows,
+    storage: &CudaStorage,
+    rows: &Rows,
+    operand: Operand<CudaStorage>,
+) -> Result<()> {
+    if rows.batch == 0 {
+        return Ok(());
+    }
+    let dtype = storage.dtype();
+    let (kernel, teams) = kernel(&MASK, storage.device(), dtype, rows)?;
+    let stream = kernel.stream.clone();
+    let mut addresses = Addresses::new(&stream);
+    let request = addresses.request(storage, rows, &operand)?;
+    let (address, _guard) = address_mut(out, &stream)?;
+    let out = address + (out_rows.start * dtype.size_in_bytes()) as u64;
+    let stride = out_rows.stride as i64;
+    // SAFETY: as in `mask`; `Rows::output` has checked that the output has a row of its own for
+    // each team, and Candle that it is another storage than the logits.
+    unsafe { kernel.launch(teams, [arg(&request), arg(&out), arg(&stride)]) }
+}
+
+/// The address of logits that are written.
+fn address_mut<'a>(
+    storage: &'a mut CudaStorage,
+    stream: &'a CudaStream,
+) -> Result<(u64, SyncOnDrop<'a>)> {
+    Ok(match &mut storage.slice {
+        CudaStorageSlice::F32(slice) => slice.device_ptr_mut(stream),
+        CudaStorageSlice::F16(slice) => slice.device_ptr_mut(stream),
+        CudaStorageSlice::BF16(slice) => slice.device_ptr_mut(stream),
+        _ => bail!("mask: logits are neither F32 nor F16 nor BF16, one of them is needed"),
+    })
 }
 
 pub(super) fn mask_in_place(
@@ -216,24 +350,16 @@ pub(super) fn mask_in_place(
         return Ok(());
     }
     let dtype = storage.dtype();
-    let (kernel, config) = kernel(&MASK, &storage.device, dtype, rows)?;
-    let Kernel { function, stream } = kernel;
-    let (address, _guard) = match &mut storage.slice {
-        CudaStorageSlice::F32(slice) => slice.device_ptr_mut(&stream),
-        CudaStorageSlice::F16(slice) => slice.device_ptr_mut(&stream),
-        CudaStorageSlice::BF16(slice) => slice.device_ptr_mut(&stream),
-        _ => bail!("mask: logits are {dtype:?}, F32, F16 or BF16 is needed"),
-    };
+    let (kernel, teams) = kernel(&MASK, &storage.device, dtype, rows)?;
+    let stream = kernel.stream.clone();
+    let (address, _guard) = address_mut(storage, &stream)?;
     let logits = address + (rows.start * dtype.size_in_bytes()) as u64;
     let mut addresses = Addresses::new(&stream);
     let request = addresses.request_at(logits, rows, &operand)?;
     let stride = rows.stride as i64;
-    let mut launch = stream.launch_builder(&function);
-    launch.arg(&request).arg(&logits).arg(&stride);
     // SAFETY: as in `mask`; the rows are disjoint, and a team writes its row only after all of its
     // threads have read what they decide by.
-    unsafe { launch.launch(config) }.w()?;
-    Ok(())
+    unsafe { kernel.launch(teams, [arg(&request), arg(&logits), arg(&stride)]) }
 }
 
 pub(super) fn candidates(
@@ -253,17 +379,19 @@ pub(super) fn candidates(
     };
     if rows.batch > 0 {
         let dtype = storage.dtype();
-        let (kernel, config) = kernel(&CANDIDATES, device, dtype, rows)?;
-        let Kernel { function, stream } = kernel;
+        let (kernel, teams) = kernel(&CANDIDATES, device, dtype, rows)?;
+        let stream = kernel.stream.clone();
         let mut addresses = Addresses::new(&stream);
         let request = addresses.request(storage, rows, &operand)?;
         let capacity = capacity as i64;
-        let mut launch = stream.launch_builder(&function);
-        launch.arg(&request).arg(&mut ids).arg(&mut log_probs);
-        launch.arg(&mut counts).arg(&capacity);
+        let outputs = [
+            addresses.written(&mut ids),
+            addresses.written(&mut log_probs),
+            addresses.written(&mut counts),
+        ];
         // SAFETY: as in `mask`; each team writes `capacity` ids and log-probabilities and one
         // count.
-        unsafe { launch.launch(config) }.w()?;
+        unsafe { launch_candidates(&kernel, teams, &request, outputs, &capacity) }?;
     }
     Ok((
         CudaStorage::wrap_cuda_slice(ids, device.clone()),
@@ -272,45 +400,106 @@ pub(super) fn candidates(
     ))
 }
 
+pub(super) fn candidates_into(
+    storage: &CudaStorage,
+    rows: &Rows,
+    params: (&Buffer<f32>, Mass),
+    capacity: usize,
+    (ids, log_probs, counts): (&mut Buffer<u32>, &mut Buffer<f32>, &mut Buffer<u32>),
+    routes: Option<&mut Buffer<u32>>,
+) -> Result<()> {
+    if rows.batch == 0 {
+        return Ok(());
+    }
+    let (kernel, teams) = kernel(&CANDIDATES, storage.device(), storage.dtype(), rows)?;
+    let stream = kernel.stream.clone();
+    let mut addresses = Addresses::new(&stream);
+    let request = addresses.request_packed(storage, rows, params, routes)?;
+    let capacity = capacity as i64;
+    let outputs = [
+        addresses.written(&mut ids.slice),
+        addresses.written(&mut log_probs.slice),
+        addresses.written(&mut counts.slice),
+    ];
+    // SAFETY: as in `candidates`; the buffers hold at least as many rows as the logits have.
+    unsafe { launch_candidates(&kernel, teams, &request, outputs, &capacity) }
+}
+
+/// # Safety
+/// The addresses are those of ids, log-probabilities and counts of every row.
+unsafe fn launch_candidates(
+    kernel: &Kernel,
+    teams: Teams,
+    request: &Request,
+    [ids, log_probs, counts]: [u64; 3],
+    capacity: &i64,
+) -> Result<()> {
+    let arguments = [
+        arg(request),
+        arg(&ids),
+        arg(&log_probs),
+        arg(&counts),
+        arg(capacity),
+    ];
+    // SAFETY: the caller's promise; these are the kernel's parameters.
+    unsafe { kernel.launch(teams, arguments) }
+}
+
 /// Bits of a row's note, which are those of `refused` too.
 const NAN: u32 = 1;
 const INFINITY: u32 = 2;
 
-/// Launches `sample` into `out`: the tokens, and the notes behind them where `noted`.
+/// Where a launch of `sample` writes.
+struct Outputs<'a> {
+    /// The tokens, and the notes behind them where `noted`.
+    tokens: &'a mut CudaSlice<u32>,
+    noted: bool,
+    log_probs: Option<&'a mut CudaSlice<f32>>,
+    refused: u32,
+}
+
+impl<'a> Outputs<'a> {
+    fn tokens(tokens: &'a mut CudaSlice<u32>) -> Self {
+        Self {
+            tokens,
+            noted: false,
+            log_probs: None,
+            refused: 0,
+        }
+    }
+}
+
 fn launch_sample(
     storage: &CudaStorage,
     rows: &Rows,
     operand: &Operand<CudaStorage>,
     draws: &DrawOperand<CudaStorage>,
-    out: &mut CudaSlice<u32>,
-    noted: bool,
-    refused: u32,
+    out: Outputs,
 ) -> Result<()> {
     if rows.batch == 0 {
         return Ok(());
     }
-    let (kernel, config) = kernel(&SAMPLE, storage.device(), storage.dtype(), rows)?;
-    let Kernel { function, stream } = kernel;
+    let (kernel, teams) = kernel(&SAMPLE, storage.device(), storage.dtype(), rows)?;
+    let stream = kernel.stream.clone();
     let mut addresses = Addresses::new(&stream);
     let request = addresses.request(storage, rows, operand)?;
     let draws = addresses.draws(draws)?;
-    let (tokens, _guard) = out.device_ptr_mut(&stream);
-    let notes = if noted {
+    let tokens = addresses.written(out.tokens);
+    let notes = if out.noted {
         tokens + (rows.batch * size_of::<u32>()) as u64
     } else {
         0
     };
-    let mut launch = stream.launch_builder(&function);
-    launch
-        .arg(&request)
-        .arg(&draws)
-        .arg(&tokens)
-        .arg(&notes)
-        .arg(&refused);
-    // SAFETY: as in `mask`; `DrawOperand` has checked that there is a draw for every row, and `out`
-    // holds a token, and where noted a note, for each team.
-    unsafe { launch.launch(config) }.w()?;
-    Ok(())
+    let outputs = SampleOutputs {
+        tokens,
+        notes,
+        log_probs: out.log_probs.map_or(0, |slice| addresses.written(slice)),
+        advance: 0,
+        refused: out.refused,
+    };
+    // SAFETY: as in `mask`; `DrawOperand` has checked that there is a draw for every row, and the
+    // outputs hold a token, and where asked for a note and a log-probability, for each team.
+    unsafe { kernel.launch(teams, [arg(&request), arg(&draws), arg(&outputs)]) }
 }
 
 pub(super) fn sample(
@@ -322,8 +511,69 @@ pub(super) fn sample(
     let device = storage.device();
     // SAFETY: the kernel writes every token.
     let mut tokens = unsafe { device.alloc::<u32>(rows.batch)? };
-    launch_sample(storage, rows, &operand, &draws, &mut tokens, false, 0)?;
+    let out = Outputs::tokens(&mut tokens);
+    launch_sample(storage, rows, &operand, &draws, out)?;
     Ok(CudaStorage::wrap_cuda_slice(tokens, device.clone()))
+}
+
+/// The tokens and their log-probabilities.
+pub(super) fn sample_with_log_probs(
+    storage: &CudaStorage,
+    rows: &Rows,
+    operand: Operand<CudaStorage>,
+    draws: DrawOperand<CudaStorage>,
+) -> Result<(CudaStorage, CudaStorage)> {
+    let device = storage.device();
+    // SAFETY: the kernel writes every token and every log-probability.
+    let (mut tokens, mut log_probs) = unsafe {
+        (
+            device.alloc::<u32>(rows.batch)?,
+            device.alloc::<f32>(rows.batch)?,
+        )
+    };
+    let out = Outputs {
+        log_probs: Some(&mut log_probs),
+        ..Outputs::tokens(&mut tokens)
+    };
+    launch_sample(storage, rows, &operand, &draws, out)?;
+    Ok((
+        CudaStorage::wrap_cuda_slice(tokens, device.clone()),
+        CudaStorage::wrap_cuda_slice(log_probs, device.clone()),
+    ))
+}
+
+/// Draws with the counters, seed and step of each row, and advances their steps.
+pub(super) fn sample_into(
+    storage: &CudaStorage,
+    rows: &Rows,
+    params: (&Buffer<f32>, Mass),
+    counters: &mut Buffer<i64>,
+    (tokens, log_probs): (&mut Buffer<u32>, &mut Buffer<f32>),
+    routes: Option<&mut Buffer<u32>>,
+) -> Result<()> {
+    if rows.batch == 0 {
+        return Ok(());
+    }
+    let (kernel, teams) = kernel(&SAMPLE, storage.device(), storage.dtype(), rows)?;
+    let stream = kernel.stream.clone();
+    let mut addresses = Addresses::new(&stream);
+    let request = addresses.request_packed(storage, rows, params, routes)?;
+    let counters = addresses.written(&mut counters.slice);
+    let draws = DrawSource {
+        counters,
+        counters_row: 2,
+        counters_column: 1,
+        ..DrawSource::default()
+    };
+    let outputs = SampleOutputs {
+        tokens: addresses.written(&mut tokens.slice),
+        log_probs: addresses.written(&mut log_probs.slice),
+        advance: counters,
+        ..SampleOutputs::default()
+    };
+    // SAFETY: as in `mask`; the buffers hold at least as many rows as the logits have, and a row's
+    // step is written by one thread, after its team has read it.
+    unsafe { kernel.launch(teams, [arg(&request), arg(&draws), arg(&outputs)]) }
 }
 
 /// Draws that the processor makes. A single row's goes along with the launch; a batch's are
@@ -357,7 +607,11 @@ pub(super) fn sample_strict(
     let refused = if strict { NAN | INFINITY } else { NAN };
     with_draws(device, draws, |draws| {
         let operand = Operand::scalar("sample", rows, truncation)?;
-        launch_sample(storage, rows, &operand, draws, &mut tokens, false, refused)
+        let out = Outputs {
+            refused,
+            ..Outputs::tokens(&mut tokens)
+        };
+        launch_sample(storage, rows, &operand, draws, out)
     })?;
     Ok(CudaStorage::wrap_cuda_slice(tokens, device.clone()))
 }
@@ -393,7 +647,11 @@ impl Readback {
         });
         with_draws(device, draws, |draws| {
             let operand = Operand::scalar("sample", rows, truncation)?;
-            launch_sample(storage, rows, &operand, draws, buffer, true, 0)
+            let out = Outputs {
+                noted: true,
+                ..Outputs::tokens(buffer)
+            };
+            launch_sample(storage, rows, &operand, draws, out)
         })?;
         let host = device.clone_dtoh(&buffer.slice(..needed))?;
         let (tokens, notes) = host.split_at(rows.batch);

@@ -5,14 +5,15 @@ use super::cuda;
 use super::truncation::{Mass, Operand, Rows, Truncation};
 use candle_core::backend::BackendStorage;
 use candle_core::{
-    bail, CpuStorage, CudaStorage, CustomOp1, CustomOp2, InplaceOp1, InplaceOp2, Layout,
+    CpuStorage, CudaStorage, CustomOp1, CustomOp2, InplaceOp1, InplaceOp2, InplaceOp3, Layout,
     MetalStorage, Result, Shape, Tensor,
 };
 
 /// The op `mask` with the same parameters for every row: F32, F16 or BF16 logits `[V]` or `[B, V]`
 /// to logits of the same shape and dtype, where survivors keep their bits and all else is -inf.
 ///
-/// A `CustomOp1`, and in place an `InplaceOp1`. Deterministic; ties are kept by lowest id. A row
+/// A `CustomOp1`; in place an `InplaceOp1`; an `InplaceOp2` of the output and the logits, as
+/// [`mask_into`]. Deterministic; ties are kept by lowest id. A row
 /// with nothing above -inf comes out all -inf.
 ///
 /// ```
@@ -41,7 +42,8 @@ impl Mask {
 
 /// The op `mask` with per-row parameters as the second operand: see [`Truncation::rows`].
 ///
-/// A `CustomOp2`, and in place an `InplaceOp2`.
+/// A `CustomOp2`; in place an `InplaceOp2`; an `InplaceOp3` of the output, the logits and the
+/// parameters, as [`mask_rows_into`].
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MaskRows(Mass);
 
@@ -53,6 +55,7 @@ impl MaskRows {
 }
 
 const OP: &str = "mask";
+const IN_PLACE: &str = "mask in place";
 
 /// [`Mask`] as a function: a new tensor, no gradient.
 ///
@@ -71,6 +74,30 @@ pub fn mask_rows(logits: &Tensor, rows: &Tensor, mass: Mass) -> Result<Tensor> {
     logits.apply_op2_no_bwd(rows, &MaskRows::new(mass))
 }
 
+/// [`Mask`] into `out`, a tensor of the logits' shape and dtype on their device, whose last
+/// dimension is dense and whose rows are disjoint.
+///
+/// One launch and nothing else: no allocation, no upload, no readback, no synchronisation, and no
+/// workspace, at any batch and vocabulary. So it can be captured in a CUDA graph, once the kernels
+/// are loaded.
+///
+/// # Errors
+/// As [`mask()`], and for an output of another shape, dtype or device, with a strided last
+/// dimension, with overlapping rows, or in the logits' own storage: in place there is
+/// `logits.inplace_op1(&Mask::new(truncation)?)`, which allocates nothing either.
+pub fn mask_into(logits: &Tensor, out: &Tensor, truncation: Truncation) -> Result<()> {
+    out.inplace_op2(logits, &Mask::new(truncation)?)
+}
+
+/// [`MaskRows`] into `out`: [`mask_into`] with packed per-row parameters, which the launch reads
+/// where they lie. A replayed CUDA graph sees what the tensor then holds.
+///
+/// # Errors
+/// As [`mask_into`], and for parameters that are not F32 `[B, 4]` on the logits' device.
+pub fn mask_rows_into(logits: &Tensor, out: &Tensor, rows: &Tensor, mass: Mass) -> Result<()> {
+    out.inplace_op3(logits, rows, &MaskRows::new(mass))
+}
+
 fn cpu_mask(storage: &CpuStorage, rows: &Rows, operand: Operand<CpuStorage>) -> Result<CpuStorage> {
     let parameters = cpu::Parameters::new(&operand)?;
     with_logits!(OP, storage, |data| Ok(
@@ -83,7 +110,7 @@ fn cpu_mask_in_place(
     rows: &Rows,
     operand: Operand<CpuStorage>,
 ) -> Result<()> {
-    check_in_place(rows)?;
+    rows.check_disjoint(IN_PLACE, "the logits")?;
     let parameters = cpu::Parameters::new(&operand)?;
     with_logits!(OP, storage, |data| {
         cpu::mask_in_place(data, rows, &parameters);
@@ -91,16 +118,39 @@ fn cpu_mask_in_place(
     })
 }
 
-/// Rows that share elements cannot be written in place.
-fn check_in_place(rows: &Rows) -> Result<()> {
-    if rows.batch > 1 && rows.stride < rows.vocab {
-        bail!(
-            "{OP} in place: rows of {} elements lie {} apart and overlap, they must be disjoint",
-            rows.vocab,
-            rows.stride
-        )
+fn cpu_mask_into(
+    out: &mut CpuStorage,
+    out_rows: &Rows,
+    storage: &CpuStorage,
+    rows: &Rows,
+    operand: Operand<CpuStorage>,
+) -> Result<()> {
+    let parameters = cpu::Parameters::new(&operand)?;
+    match (out, storage) {
+        (CpuStorage::F32(out), CpuStorage::F32(data)) => {
+            cpu::mask_into(data, rows, &parameters, out, out_rows)
+        }
+        (CpuStorage::F16(out), CpuStorage::F16(data)) => {
+            cpu::mask_into(data, rows, &parameters, out, out_rows)
+        }
+        (CpuStorage::BF16(out), CpuStorage::BF16(data)) => {
+            cpu::mask_into(data, rows, &parameters, out, out_rows)
+        }
+        _ => unreachable!("`Rows` has seen the dtype of the logits, and the output has the same"),
     }
     Ok(())
+}
+
+/// The rows of the logits and those of the output.
+fn rows_and_output<S: BackendStorage>(
+    out: &S,
+    out_layout: &Layout,
+    storage: &S,
+    layout: &Layout,
+) -> Result<(Rows, Rows)> {
+    let rows = Rows::of(OP, layout, storage.dtype())?;
+    let out_rows = rows.output(OP, storage.dtype(), layout.dims(), out_layout, out.dtype())?;
+    Ok((rows, out_rows))
 }
 
 impl CustomOp1 for Mask {
@@ -137,7 +187,7 @@ impl InplaceOp1 for Mask {
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
         let rows = Rows::of(OP, layout, storage.dtype())?;
-        check_in_place(&rows)?;
+        rows.check_disjoint(IN_PLACE, "the logits")?;
         cuda::mask_in_place(storage, &rows, Operand::scalar(OP, &rows, &self.0)?)
     }
 
@@ -211,7 +261,7 @@ impl InplaceOp2 for MaskRows {
         params_layout: &Layout,
     ) -> Result<()> {
         let rows = Rows::of(OP, layout, storage.dtype())?;
-        check_in_place(&rows)?;
+        rows.check_disjoint(IN_PLACE, "the logits")?;
         let operand = Operand::rows(OP, &rows, params, params_layout, self.0)?;
         cuda::mask_in_place(storage, &rows, operand)
     }
@@ -219,6 +269,92 @@ impl InplaceOp2 for MaskRows {
     fn metal_fwd(
         &self,
         _: &mut MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+    ) -> Result<()> {
+        super::no_metal(OP)
+    }
+}
+
+impl InplaceOp2 for Mask {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        out: &mut CpuStorage,
+        out_layout: &Layout,
+        storage: &CpuStorage,
+        layout: &Layout,
+    ) -> Result<()> {
+        let (rows, out_rows) = rows_and_output(out, out_layout, storage, layout)?;
+        let operand = Operand::scalar(OP, &rows, &self.0)?;
+        cpu_mask_into(out, &out_rows, storage, &rows, operand)
+    }
+
+    fn cuda_fwd(
+        &self,
+        out: &mut CudaStorage,
+        out_layout: &Layout,
+        storage: &CudaStorage,
+        layout: &Layout,
+    ) -> Result<()> {
+        let (rows, out_rows) = rows_and_output(out, out_layout, storage, layout)?;
+        let operand = Operand::scalar(OP, &rows, &self.0)?;
+        cuda::mask_into(out, &out_rows, storage, &rows, operand)
+    }
+
+    fn metal_fwd(
+        &self,
+        _: &mut MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
+        _: &Layout,
+    ) -> Result<()> {
+        super::no_metal(OP)
+    }
+}
+
+impl InplaceOp3 for MaskRows {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        out: &mut CpuStorage,
+        out_layout: &Layout,
+        storage: &CpuStorage,
+        layout: &Layout,
+        params: &CpuStorage,
+        params_layout: &Layout,
+    ) -> Result<()> {
+        let (rows, out_rows) = rows_and_output(out, out_layout, storage, layout)?;
+        let operand = Operand::rows(OP, &rows, params, params_layout, self.0)?;
+        cpu_mask_into(out, &out_rows, storage, &rows, operand)
+    }
+
+    fn cuda_fwd(
+        &self,
+        out: &mut CudaStorage,
+        out_layout: &Layout,
+        storage: &CudaStorage,
+        layout: &Layout,
+        params: &CudaStorage,
+        params_layout: &Layout,
+    ) -> Result<()> {
+        let (rows, out_rows) = rows_and_output(out, out_layout, storage, layout)?;
+        let operand = Operand::rows(OP, &rows, params, params_layout, self.0)?;
+        cuda::mask_into(out, &out_rows, storage, &rows, operand)
+    }
+
+    fn metal_fwd(
+        &self,
+        _: &mut MetalStorage,
+        _: &Layout,
+        _: &MetalStorage,
         _: &Layout,
         _: &MetalStorage,
         _: &Layout,

@@ -2,14 +2,25 @@
 
 use super::cpu::Drawn;
 use super::sample::{Draw, DrawOperand};
-use super::truncation::{Operand, Rows, Truncation};
-use candle_core::{bail, CudaStorage, Result, Tensor};
+use super::truncation::{Mass, Operand, Rows, Truncation};
+use candle_core::{bail, CudaDevice, CudaStorage, Result, Tensor};
+use std::{convert::Infallible, marker::PhantomData};
 
 fn missing<T>(op: &str) -> Result<T> {
     bail!("{op}: the logits are on a CUDA device, but candle-topk was built without its feature `cuda`; build with it, or move the logits with to_device")
 }
 
 pub(super) fn mask(_: &CudaStorage, _: &Rows, _: Operand<CudaStorage>) -> Result<CudaStorage> {
+    missing("mask")
+}
+
+pub(super) fn mask_into(
+    _: &mut CudaStorage,
+    _: &Rows,
+    _: &CudaStorage,
+    _: &Rows,
+    _: Operand<CudaStorage>,
+) -> Result<()> {
     missing("mask")
 }
 
@@ -33,6 +44,37 @@ pub(super) fn sample(
     _: DrawOperand<CudaStorage>,
 ) -> Result<CudaStorage> {
     missing("sample")
+}
+
+pub(super) fn sample_with_log_probs(
+    _: &CudaStorage,
+    _: &Rows,
+    _: Operand<CudaStorage>,
+    _: DrawOperand<CudaStorage>,
+) -> Result<(CudaStorage, CudaStorage)> {
+    missing("sample")
+}
+
+pub(super) fn sample_into(
+    _: &CudaStorage,
+    _: &Rows,
+    _: (&Buffer<f32>, Mass),
+    _: &mut Buffer<i64>,
+    _: (&mut Buffer<u32>, &mut Buffer<f32>),
+    _: Option<&mut Buffer<u32>>,
+) -> Result<()> {
+    missing("sample")
+}
+
+pub(super) fn candidates_into(
+    _: &CudaStorage,
+    _: &Rows,
+    _: (&Buffer<f32>, Mass),
+    _: usize,
+    _: (&mut Buffer<u32>, &mut Buffer<f32>, &mut Buffer<u32>),
+    _: Option<&mut Buffer<u32>>,
+) -> Result<()> {
+    missing("candidates")
 }
 
 pub(super) fn sample_strict(
@@ -65,5 +107,27 @@ impl Readback {
         _: &[Draw],
     ) -> Result<Vec<Drawn>> {
         missing("sample")
+    }
+}
+
+/// A buffer on a CUDA device, of which this build can make none.
+#[derive(Debug)]
+pub(super) struct Buffer<T>(Infallible, PhantomData<T>);
+
+impl<T> Buffer<T> {
+    pub fn new(_: &CudaDevice, _: &[T]) -> Result<Self> {
+        bail!("sampling buffers: the device is a CUDA device, but candle-topk was built without its feature `cuda`; build with it, or make the buffers on the CPU")
+    }
+
+    pub fn write(&mut self, _: usize, _: &[T]) -> Result<()> {
+        match self.0 {}
+    }
+
+    pub fn read(&self) -> Result<Vec<T>> {
+        match self.0 {}
+    }
+
+    pub fn copy(&self) -> Result<CudaStorage> {
+        match self.0 {}
     }
 }

@@ -309,7 +309,9 @@ fn on_cpu(
 ) -> Result<Vec<Drawn>> {
     let (draws, layout) = sample::packed(draws);
     let draws = DrawOperand::Rows(&draws, &layout);
-    sample::cpu_draw(storage, rows, Operand::scalar(OP, rows, truncation)?, draws)
+    let operand = Operand::scalar(OP, rows, truncation)?;
+    let (drawn, _) = sample::cpu_draw(storage, rows, operand, draws)?;
+    Ok(drawn)
 }
 
 /// Why a row has no answer, if it has none.

@@ -1,12 +1,12 @@
 //! Token ids drawn from the kept sets.
 
 use super::cpu::{self, with_logits, Drawn};
-use super::truncation::{Mass, Operand, Rows, Truncation};
+use super::truncation::{check_device, on_cpu, on_cuda, Given, Mass, Operand, Rows, Truncation};
 use super::{cuda, philox};
 use candle_core::backend::BackendStorage;
 use candle_core::{
     bail, CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, MetalStorage,
-    Result, Shape, Tensor,
+    Result, Shape, Storage, Tensor,
 };
 
 /// Where one row's random bits come from.
@@ -120,6 +120,89 @@ pub fn sample_rows(logits: &Tensor, draws: &Tensor, rows: &Tensor, mass: Mass) -
     logits.apply_op3_no_bwd(draws, rows, &op)
 }
 
+/// [`sample_batch`] with the log-probabilities of the tokens: U32 `[B]` and F32 `[B]`.
+///
+/// The natural logarithm of the token's probability in the kept set, at the temperature given, in
+/// the very bits that [`candidates`](fn@super::candidates) gives for it: 0 in a set of one, -inf
+/// for a row without a token.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_topk::sampling::{sample_batch_with_log_probs, Truncation};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let logits = Tensor::new(&[[2f32, 5., 2.], [0., 9., 9.]], &Device::Cpu)?;
+/// let draws = Tensor::new(&[[42i64, 0], [7, 3]], &Device::Cpu)?;
+/// let greedy = Truncation::new().with_top_k(1);
+/// let (tokens, log_probs) = sample_batch_with_log_probs(&logits, greedy, &draws)?;
+/// assert_eq!(tokens.to_vec1::<u32>()?, [1, 1]);
+/// assert_eq!(log_probs.to_vec1::<f32>()?, [0., 0.]);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// As [`sample_batch`].
+pub fn sample_batch_with_log_probs(
+    logits: &Tensor,
+    truncation: Truncation,
+    draws: &Tensor,
+) -> Result<(Tensor, Tensor)> {
+    truncation.check(OP)?;
+    with_log_probs(logits, draws, Given::Scalar(truncation))
+}
+
+/// [`sample_rows`] with the log-probabilities of the tokens: see [`sample_batch_with_log_probs`].
+///
+/// # Errors
+/// As [`sample_rows`].
+pub fn sample_rows_with_log_probs(
+    logits: &Tensor,
+    draws: &Tensor,
+    rows: &Tensor,
+    mass: Mass,
+) -> Result<(Tensor, Tensor)> {
+    with_log_probs(logits, draws, Given::Rows(rows, mass))
+}
+
+fn with_log_probs(logits: &Tensor, draws: &Tensor, parameters: Given) -> Result<(Tensor, Tensor)> {
+    let rows = Rows::of(OP, logits.layout(), logits.dtype())?;
+    check_device(OP, logits, "draws", draws)?;
+    if let Some(params) = parameters.tensor() {
+        check_device(OP, logits, "per-row parameters", params)?;
+    }
+    let (storage, _) = logits.storage_and_layout();
+    let draws = draws.storage_and_layout();
+    let params = parameters.tensor().map(Tensor::storage_and_layout);
+    let (tokens, log_probs) = match &*storage {
+        Storage::Cpu(storage) => {
+            let (draws, layout) = on_cpu!(draws);
+            let draws = DrawOperand::rows(&rows, draws, layout)?;
+            let params = params.as_ref().map(|params| on_cpu!(params));
+            let operand = parameters.operand(OP, &rows, params)?;
+            let (drawn, log_probs) = cpu_draw(storage, &rows, operand, draws)?;
+            (
+                Storage::Cpu(tokens_of(drawn)),
+                Storage::Cpu(CpuStorage::F32(log_probs)),
+            )
+        }
+        Storage::Cuda(storage) => {
+            let (draws, layout) = on_cuda!(draws);
+            let draws = DrawOperand::rows(&rows, draws, layout)?;
+            let params = params.as_ref().map(|params| on_cuda!(params));
+            let operand = parameters.operand(OP, &rows, params)?;
+            let (tokens, log_probs) = cuda::sample_with_log_probs(storage, &rows, operand, draws)?;
+            (Storage::Cuda(tokens), Storage::Cuda(log_probs))
+        }
+        Storage::Metal(_) => return super::no_metal(OP),
+    };
+    let shape = rows.shape(None);
+    Ok((
+        Tensor::from((tokens, shape.clone())),
+        Tensor::from((log_probs, shape)),
+    ))
+}
+
 /// The draws that an op brings to a backend.
 pub(crate) enum DrawOperand<'a, S> {
     One(Draw),
@@ -178,7 +261,7 @@ pub(super) fn cpu_draw(
     rows: &Rows,
     operand: Operand<CpuStorage>,
     draws: DrawOperand<CpuStorage>,
-) -> Result<Vec<Drawn>> {
+) -> Result<(Vec<Drawn>, Vec<f32>)> {
     let parameters = cpu::Parameters::new(&operand)?;
     let draws = cpu::Draws::new(&draws)?;
     with_logits!(OP, storage, |data| Ok(cpu::sample(
@@ -195,9 +278,12 @@ fn cpu_sample(
     operand: Operand<CpuStorage>,
     draws: DrawOperand<CpuStorage>,
 ) -> Result<(CpuStorage, Shape)> {
-    let drawn = cpu_draw(storage, rows, operand, draws)?;
-    let tokens = drawn.into_iter().map(|d| d.token).collect();
-    Ok((CpuStorage::U32(tokens), rows.shape(None)))
+    let (drawn, _) = cpu_draw(storage, rows, operand, draws)?;
+    Ok((tokens_of(drawn), rows.shape(None)))
+}
+
+fn tokens_of(drawn: Vec<Drawn>) -> CpuStorage {
+    CpuStorage::U32(drawn.into_iter().map(|d| d.token).collect())
 }
 
 impl CustomOp1 for Sample {

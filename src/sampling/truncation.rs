@@ -101,22 +101,28 @@ impl Truncation {
     /// Where a row's parameters are none (the table above) or f32 cannot hold its k, naming the row;
     /// where `rows` is empty.
     pub fn rows(rows: &[Truncation], device: &Device) -> Result<Tensor> {
+        let packed = Self::pack("truncation rows", 0, rows)?;
+        Tensor::from_vec(packed, (rows.len(), PACKED), device)
+    }
+
+    /// The packed form of rows, of which the first is row `first` of its batch.
+    pub(crate) fn pack(op: &str, first: usize, rows: &[Truncation]) -> Result<Vec<f32>> {
         let mut packed = Vec::with_capacity(rows.len() * PACKED);
         for (i, row) in rows.iter().enumerate() {
-            row.check("truncation rows")
-                .map_err(|e| e.context(format!("row {i}")))?;
+            let i = first + i;
+            row.check(op).map_err(|e| e.context(format!("row {i}")))?;
             if !row.holds_top_k() {
                 bail!(
-                    "truncation rows: row {i}: top_k is {}, a packed k is an f32: at most 2^24 = 16777216 is accepted, and 0 for no limit",
+                    "{op}: row {i}: top_k is {}, a packed k is an f32: at most 2^24 = 16777216 is accepted, and 0 for no limit",
                     row.top_k
                 )
             }
             packed.extend(row.packed());
         }
         if rows.is_empty() {
-            bail!("truncation rows: no row given, one for each row of the logits is needed")
+            bail!("{op}: no row given, one for each row of the logits is needed")
         }
-        Tensor::from_vec(packed, (rows.len(), PACKED), device)
+        Ok(packed)
     }
 
     /// Rejects host values that mean nothing.
@@ -150,7 +156,7 @@ impl Truncation {
     }
 
     /// The scalars as the kernels take them, in the order of a packed row.
-    fn packed(&self) -> [f32; PACKED] {
+    pub(crate) fn packed(&self) -> [f32; PACKED] {
         [self.top_k as f32, self.top_p, self.min_p, self.temperature]
     }
 }
@@ -249,6 +255,71 @@ impl<'a, S: candle_core::backend::BackendStorage> Operand<'a, S> {
     }
 }
 
+/// The parameters that a function over tensors is given.
+pub(crate) enum Given<'a> {
+    Scalar(Truncation),
+    Rows(&'a Tensor, Mass),
+}
+
+impl Given<'_> {
+    /// The packed rows, if these are the parameters.
+    pub fn tensor(&self) -> Option<&Tensor> {
+        match self {
+            Self::Scalar(_) => None,
+            Self::Rows(tensor, _) => Some(tensor),
+        }
+    }
+
+    /// `params` are the storage and layout of [`Self::tensor`].
+    pub fn operand<'a, S: candle_core::backend::BackendStorage>(
+        &self,
+        op: &str,
+        rows: &Rows,
+        params: Option<(&'a S, &'a Layout)>,
+    ) -> Result<Operand<'a, S>> {
+        match (self, params) {
+            (Self::Rows(_, mass), Some((storage, layout))) => {
+                Operand::rows(op, rows, storage, layout, *mass)
+            }
+            (Self::Scalar(truncation), _) => Operand::scalar(op, rows, truncation),
+            (Self::Rows(..), None) => unreachable!("packed rows bring their storage"),
+        }
+    }
+}
+
+/// Refuses an argument that lies on another device than the logits.
+pub(crate) fn check_device(op: &str, logits: &Tensor, name: &str, argument: &Tensor) -> Result<()> {
+    if !logits.device().same_device(argument.device()) {
+        bail!(
+            "{op}: logits are on {:?} and {name} on {:?}, they must be on one device",
+            logits.device().location(),
+            argument.device().location()
+        )
+    }
+    Ok(())
+}
+
+/// What `storage_and_layout` gave of an argument on the CPU, by its backend; for one that
+/// [`check_device`] has let pass.
+macro_rules! on_cpu {
+    ($guard:expr) => {
+        match &*$guard.0 {
+            candle_core::Storage::Cpu(storage) => (storage, $guard.1),
+            _ => unreachable!("all arguments are on one device"),
+        }
+    };
+}
+/// The same on CUDA.
+macro_rules! on_cuda {
+    ($guard:expr) => {
+        match &*$guard.0 {
+            candle_core::Storage::Cuda(storage) => (storage, $guard.1),
+            _ => unreachable!("all arguments are on one device"),
+        }
+    };
+}
+pub(crate) use {on_cpu, on_cuda};
+
 /// One row's parameters, in the form that the CPU backend works with.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct RowTruncation {
@@ -341,6 +412,50 @@ impl Rows {
     pub fn shape(&self, extra: Option<usize>) -> candle_core::Shape {
         let batch = (!self.single).then_some(self.batch);
         batch.into_iter().chain(extra).collect::<Vec<_>>().into()
+    }
+
+    /// Reads the rows of the output that these rows are written to.
+    pub fn output(
+        &self,
+        op: &str,
+        dtype: DType,
+        shape: &[usize],
+        out: &Layout,
+        out_dtype: DType,
+    ) -> Result<Self> {
+        if out_dtype != dtype || out.dims() != shape {
+            bail!(
+                "{op}: the output is {out_dtype:?} {:?}, {dtype:?} {shape:?} is needed, as the logits are",
+                out.dims()
+            )
+        }
+        let (stride, last) = match out.stride() {
+            [row, last] => (*row, *last),
+            [last] => (0, *last),
+            _ => unreachable!("logits of other ranks are refused before"),
+        };
+        if last != 1 && self.vocab > 1 {
+            bail!("{op}: the last dimension of the output has stride {last}, it must be dense (stride 1)")
+        }
+        let rows = Self {
+            stride,
+            start: out.start_offset(),
+            ..*self
+        };
+        rows.check_disjoint(op, "the output")?;
+        Ok(rows)
+    }
+
+    /// Rows that share elements cannot be written.
+    pub fn check_disjoint(&self, op: &str, what: &str) -> Result<()> {
+        if self.batch > 1 && self.stride < self.vocab {
+            bail!(
+                "{op}: the rows of {what}, of {} elements, lie {} apart and overlap, they must be disjoint",
+                self.vocab,
+                self.stride
+            )
+        }
+        Ok(())
     }
 
     /// Checks the layout of packed per-row parameters against these rows.

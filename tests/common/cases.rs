@@ -42,9 +42,19 @@ fn survivors<T: Float>(row: &[T], masked: &[T], what: &str) -> Vec<u32> {
     kept
 }
 
-/// Masks the batch, checks each row against the oracle and the candidates against the mask, and on
-/// a GPU all of it, bit by bit, against both forms of the kernels and the CPU.
+/// Masks the batch, checks each row against the oracle and the candidates against the mask. On a GPU:
+/// all of it against the CPU, bit by bit, in both forms of the kernels.
 pub fn check_batch<T: Float>(batch: &Batch, mass: Mass, device: &Device, what: &str) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        use candle_topk::cuda::{with_form, Form};
+        let want = Results::<T>::of(batch, mass, &Device::Cpu)?;
+        for form in [Form::Sm80, Form::Sm90] {
+            let got = with_form(form, || Results::<T>::of(batch, mass, device))?;
+            got.check(&want, &format!("{what}, {:?}, {form:?}", T::DTYPE));
+        }
+        return Ok(());
+    }
     let logits = batch.logits::<T>(device)?;
     let packed = batch.packed(device)?;
     let (_, vocab) = logits.dims2()?;
@@ -94,39 +104,57 @@ pub fn check_batch<T: Float>(batch: &Batch, mass: Mass, device: &Device, what: &
         );
         check_log_probs(oracle, &params, &kept, &log_probs[b][..listed], &what);
     }
-    // Every form of the kernels, and the CPU, give these bits too.
-    let bits = |masked: Vec<Vec<T>>| -> Vec<Vec<u32>> {
-        let row = |row: Vec<T>| row.into_iter().map(|x| x.wide().to_bits()).collect();
-        masked.into_iter().map(row).collect()
-    };
-    let masked = bits(masked);
-    let same = |name: &str, logits: &Tensor, packed: &Tensor| -> Result<()> {
-        let again = bits(mask_rows(logits, packed, mass)?.to_vec2::<T>()?);
-        for (b, (want, got)) in masked.iter().zip(&again).enumerate() {
-            let differs = want.iter().zip(got).position(|(w, g)| w != g);
-            assert_eq!(differs, None, "{what}, V {vocab}, row {b}: {name}");
-        }
-        let again = candidates_rows(logits, packed, mass, capacity)?;
-        assert_eq!(again.ids.to_vec2::<u32>()?, ids, "{what}: ids, {name}");
-        assert_eq!(
-            again.counts.to_vec1::<u32>()?,
-            counts,
-            "{what}: counts, {name}"
-        );
-        Ok(())
-    };
-    #[cfg(feature = "cuda")]
-    if device.is_cuda() {
-        use candle_topk::cuda::{with_form, Form};
-        for form in [Form::Sm80, Form::Sm90] {
-            with_form(form, || same(&format!("{form:?}"), &logits, &packed))?;
-        }
-    }
-    if !device.is_cpu() {
-        let cpu = &Device::Cpu;
-        same("the CPU", &logits.to_device(cpu)?, &packed.to_device(cpu)?)?;
-    }
     Ok(())
+}
+
+/// What the ops make of a batch, row behind row.
+#[cfg(feature = "cuda")]
+struct Results<T> {
+    vocab: usize,
+    masked: Vec<T>,
+    ids: Vec<u32>,
+    log_probs: Vec<f32>,
+    counts: Vec<u32>,
+}
+
+#[cfg(feature = "cuda")]
+impl<T: Float> Results<T> {
+    fn of(batch: &Batch, mass: Mass, device: &Device) -> Result<Self> {
+        let logits = batch.logits::<T>(device)?;
+        let packed = batch.packed(device)?;
+        let vocab = logits.dim(1)?;
+        let set = candidates_rows(&logits, &packed, mass, vocab.min(300))?;
+        Ok(Self {
+            vocab,
+            masked: mask_rows(&logits, &packed, mass)?
+                .flatten_all()?
+                .to_vec1()?,
+            ids: set.ids.flatten_all()?.to_vec1()?,
+            log_probs: set.log_probs.flatten_all()?.to_vec1()?,
+            counts: set.counts.to_vec1()?,
+        })
+    }
+
+    fn check(&self, want: &Self, what: &str) {
+        let v = self.vocab;
+        let bits = |x: &T| x.wide().to_bits();
+        let differs = |(got, want): (&T, &T)| bits(got) != bits(want);
+        let at = self.masked.iter().zip(&want.masked).position(differs);
+        if let Some(at) = at {
+            panic!(
+                "{what}, V {v}, row {}: logit {} of the mask",
+                at / v,
+                at % v
+            );
+        }
+        assert_eq!(self.counts, want.counts, "{what}, V {v}: counts");
+        let at = self.ids.iter().zip(&want.ids).position(|(g, w)| g != w);
+        assert_eq!(at, None, "{what}, V {v}: ids");
+        // The logarithm is the platform's.
+        let far = |(g, w): (&f32, &f32)| g != w && (g - w).abs() > 1e-6 * (1.0 + w.abs());
+        let at = self.log_probs.iter().zip(&want.log_probs).position(far);
+        assert_eq!(at, None, "{what}, V {v}: log-probabilities");
+    }
 }
 
 fn check_log_probs(oracle: &Oracle, params: &Params, kept: &[u32], got: &[f32], what: &str) {

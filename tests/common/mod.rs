@@ -3,6 +3,8 @@
 #![allow(dead_code)] // Each test binary uses its part.
 
 pub mod cases;
+pub mod into;
+pub mod machine;
 pub mod processor;
 
 use candle_topk::sampling::{Mass, Truncation};
@@ -151,28 +153,38 @@ impl<'a> Oracle<'a> {
     /// Asserts that `kept` (ids in any order) is a prefix of the order whose size is the expected
     /// one, up to the window.
     pub fn check(&self, params: &Params, kept: &[u32], what: &str) {
+        if let Err(mismatch) = self.compare(params, kept) {
+            panic!("{what}: {mismatch}");
+        }
+    }
+
+    /// The first mismatch that [`Oracle::check`] would panic at.
+    pub fn compare(&self, params: &Params, kept: &[u32]) -> Result<(), String> {
         let expected = self.expected(params);
-        assert!(
-            (expected.least..=expected.most).contains(&kept.len()),
-            "{what}: {} kept, {} expected ({} to {} admitted) for {params:?}",
-            kept.len(),
-            expected.len,
-            expected.least,
-            expected.most
-        );
+        if !(expected.least..=expected.most).contains(&kept.len()) {
+            return Err(format!(
+                "{} kept, {} expected ({} to {} admitted) for {params:?}",
+                kept.len(),
+                expected.len,
+                expected.least,
+                expected.most
+            ));
+        }
         let mut wanted = vec![false; self.row.len()];
         for &id in &self.order[..kept.len()] {
             wanted[id as usize] = true;
         }
         for &id in kept {
             // Cleared, so that an id that comes twice is found too.
-            assert!(
-                std::mem::take(&mut wanted[id as usize]),
-                "{what}: id {id} ({}) does not belong to the {} best, for {params:?}",
-                self.row[id as usize],
-                kept.len()
-            );
+            if !wanted.get_mut(id as usize).is_some_and(std::mem::take) {
+                return Err(format!(
+                    "id {id} ({:?}) does not belong to the {} best, for {params:?}",
+                    self.row.get(id as usize),
+                    kept.len()
+                ));
+            }
         }
+        Ok(())
     }
 }
 

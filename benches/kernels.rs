@@ -1,0 +1,843 @@
+//! Device times of the ops, beside the least time that their bytes take, as JSON lines:
+//!
+//! ```bash
+//! cargo bench --features cuda --bench kernels                      # the whole grid
+//! cargo bench --features cuda --bench kernels -- --v 128256 --b 1,32,1024 --op sample --mode k50 --quick
+//! ```
+//!
+//! Each op is captured in a CUDA graph, and the graph's replays are timed by events, after warm-up;
+//! the median of at least 20. Before each replay a buffer of at least 256 MB is read, so that
+//! nothing of inputs or outputs is left in L2, and the device is busy until everything that is timed
+//! is queued. An op in place destroys its input: it is made anew before each replay, by the same
+//! counters. The line of op "empty_graph" says what a replay takes that does nothing; it is part of
+//! every figure.
+//!
+//! *Read floor*: one pass over the logits by 16-byte loads; *copy floor*: read and written. Of
+//! several launch shapes the fastest, over the same bytes, in the same run, with the same state of L2.
+//!
+//! Before an op is timed, its outputs are overwritten with what no op gives, its graph is replayed,
+//! and rows are compared with a stable sort in f64: the key "exact". A mismatch is named on stderr
+//! and makes the run fail at its end.
+
+#[path = "../tests/common/mod.rs"]
+mod common;
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::sys::{
+    CUdevice_attribute_enum, CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode,
+};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaFunction, CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, LaunchConfig,
+    PushKernelArg,
+};
+use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
+use candle_core::{
+    bail, CpuStorage, CudaDevice, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage,
+    Tensor,
+};
+use candle_topk::sampling::{
+    mask_into, sample, CandidateBuffers, Draw, Mask, Routes, SampleBuffers,
+};
+use clap::{Parser, ValueEnum};
+use common::machine::Machine;
+use common::{rng, Oracle, Params};
+use rand::Rng;
+use serde_json::json;
+use std::sync::Arc;
+
+mod ptx {
+    include!(concat!(env!("OUT_DIR"), "/bench_ptx.rs"));
+}
+
+const WIDTHS: [usize; 5] = [128256, 151936, 201088, 248320, 262208];
+const BATCHES: [usize; 11] = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048];
+/// Of `candidates`.
+const CAPACITY: usize = 256;
+/// No op takes any: what a launch needs beside inputs and outputs is on chip.
+const WORKSPACE: usize = 0;
+/// Several times the L2 of any device.
+const EVICTED_BYTES: usize = 256 << 20;
+/// How long the host may take to queue a replay and its events.
+const QUEUE_NS: u64 = 20_000;
+const WARM_UP: usize = 3;
+
+/// Times ops on the first CUDA device.
+#[derive(Parser)]
+struct Args {
+    /// Vocabularies [default: 128256,151936,201088,248320,262208; 128256 for "normal"]
+    #[arg(long, value_delimiter = ',')]
+    v: Vec<usize>,
+    /// Batches [default: 1,4,8,...,2048; 1,32,128,1024 for "normal"]
+    #[arg(long, value_delimiter = ',')]
+    b: Vec<usize>,
+    /// Ops [default: all; without candidates for "normal"]
+    #[arg(long, value_delimiter = ',')]
+    op: Vec<Op>,
+    /// "k50", "p0.9", "k50p0.9" and the like; "khalf" is k = V / 2 [default: these three; p0.9 and
+    /// khalf for "normal"]
+    #[arg(long, value_delimiter = ',')]
+    mode: Vec<String>,
+    /// Types of logits [default: f32,bf16; f32 for "normal"]
+    #[arg(long, value_delimiter = ',')]
+    dtype: Vec<Type>,
+    /// Laws of logits [default: peaked; with none of the above, normal as well]
+    #[arg(long, value_delimiter = ',')]
+    dist: Vec<Dist>,
+    /// 20 replays instead of 50
+    #[arg(long)]
+    quick: bool,
+    /// The seed of logits and draws [default: a new one]
+    #[arg(long)]
+    seed: Option<u64>,
+    /// How many rows of each shape are compared with the stable sort
+    #[arg(long, default_value_t = 2)]
+    check: usize,
+    /// As cargo calls a bench.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+enum Op {
+    Mask,
+    MaskInPlace,
+    Candidates,
+    Sample,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+enum Type {
+    F32,
+    Bf16,
+}
+
+impl Type {
+    fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 => DType::BF16,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+enum Dist {
+    /// normal(-1, 2.2) with 64 positions of a row replaced by uniform(6, 18)
+    Peaked,
+    /// normal(0, 1): no few tokens hold the mass
+    Normal,
+}
+
+impl Dist {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Peaked => "peaked",
+            Self::Normal => "normal",
+        }
+    }
+}
+
+/// "k50p0.9" and its like, and what it is called in a line.
+fn mode(text: &str, v: usize) -> Result<(String, Params)> {
+    let parse = || {
+        let text = match text {
+            "khalf" => format!("k{}", v / 2),
+            _ => text.to_string(),
+        };
+        let (k, p) = match text.strip_prefix('k') {
+            Some(rest) => {
+                let end = rest.find('p').unwrap_or(rest.len());
+                (rest[..end].parse().ok().filter(|&k| k > 0)?, &rest[end..])
+            }
+            None => (0, text.as_str()),
+        };
+        let p = match p.strip_prefix('p') {
+            Some(p) => p.parse().ok().filter(|&p| p > 0.0 && p <= 1.0)?,
+            None if p.is_empty() => 1.0,
+            None => return None,
+        };
+        let params = Params {
+            k,
+            p,
+            ..Params::NONE
+        };
+        Some((text, params))
+    };
+    match parse() {
+        Some(mode) => Ok(mode),
+        None => bail!("--mode is {text:?}, accepted are k50, p0.9, k50p0.9 and their like with k from 1 up and p in (0, 1], and khalf"),
+    }
+}
+
+/// What is given, or else the default.
+fn or<T: Clone>(given: &[T], default: &[T]) -> Vec<T> {
+    if given.is_empty() { default } else { given }.to_vec()
+}
+
+/// The device, its stream, and the kernels of `kernels/bench`.
+struct Gpu {
+    device: Device,
+    cuda: CudaDevice,
+    stream: Arc<CudaStream>,
+    multiprocessors: u32,
+    machine: Machine,
+    /// Read to clear L2, and written by the copy floor.
+    scratch: std::cell::RefCell<CudaSlice<u8>>,
+    replays: usize,
+    seed: u64,
+}
+
+/// Blocks for each multiprocessor, threads, and loads in flight, of the floors.
+const FLOOR_SHAPES: [(u32, u32, usize); 6] = [
+    (1, 1024, 4),
+    (2, 1024, 8),
+    (2, 512, 1),
+    (4, 512, 4),
+    (4, 256, 8),
+    (8, 256, 4),
+];
+
+impl Gpu {
+    fn new(scratch: usize, replays: usize, seed: u64) -> Result<Self> {
+        // A stream of its own: the default one cannot be captured.
+        let device = Device::new_cuda_with_stream(0)?;
+        let cuda = device.as_cuda_device()?.clone();
+        let stream = cuda.cuda_stream();
+        // SAFETY: all work goes to the one stream. Events on it would break its captures.
+        unsafe { cuda.disable_event_tracking() };
+        let multiprocessors = stream
+            .context()
+            .attribute(CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+            .w()?;
+        Ok(Self {
+            machine: Machine::of(&device),
+            scratch: cuda.alloc_zeros::<u8>(scratch.max(EVICTED_BYTES))?.into(),
+            multiprocessors: multiprocessors as u32,
+            device,
+            cuda,
+            stream,
+            replays,
+            seed,
+        })
+    }
+
+    fn kernel(&self, name: &str) -> Result<CudaFunction> {
+        let (module, ptx) = if name.starts_with("normal_") || name.starts_with("peaks_") {
+            ("candle-topk/bench/laws", ptx::LAWS)
+        } else {
+            ("candle-topk/bench/floors", ptx::FLOORS)
+        };
+        Ok(self
+            .cuda
+            .get_or_load_custom_func(name, module, ptx)?
+            .into_cuda_function())
+    }
+
+    fn config(&self, blocks_each: u32, threads: u32) -> LaunchConfig {
+        LaunchConfig {
+            grid_dim: (self.multiprocessors * blocks_each, 1, 1),
+            block_dim: (threads, 1, 1),
+            shared_mem_bytes: 0,
+        }
+    }
+
+    /// Fills logits `[b, v]`, the same at every call.
+    fn generate(&self, logits: &Tensor, dist: Dist) -> Result<()> {
+        let (b, v) = logits.dims2()?;
+        let name = logits.dtype().as_str();
+        let normal = self.kernel(&format!("normal_{name}"))?;
+        let peaks = self.kernel(&format!("peaks_{name}"))?;
+        let (mean, deviation) = match dist {
+            Dist::Peaked => (-1f32, 2.2f32),
+            Dist::Normal => (0.0, 1.0),
+        };
+        write(logits, |address| {
+            let (pairs, vocab) = ((b * v / 2) as u64, v as i64);
+            let mut launch = self.stream.launch_builder(&normal);
+            launch.arg(&address).arg(&pairs).arg(&self.seed);
+            launch.arg(&mean).arg(&deviation);
+            // SAFETY: `pairs` pairs are b x v values, v being even.
+            unsafe { launch.launch(self.config(8, 256)) }.w()?;
+            if dist == Dist::Peaked {
+                let mut launch = self.stream.launch_builder(&peaks);
+                launch.arg(&address).arg(&vocab).arg(&self.seed);
+                let config = LaunchConfig {
+                    grid_dim: (b as u32, 1, 1),
+                    block_dim: (64, 1, 1),
+                    shared_mem_bytes: 0,
+                };
+                // SAFETY: a block a row, and each writes inside its row.
+                unsafe { launch.launch(config) }.w()?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Overwrites a tensor whose bytes are whole words with NaN, which no op gives.
+    fn poison(&self, tensor: &Tensor) -> Result<()> {
+        let fill = self.kernel("fill")?;
+        let words = (tensor.elem_count() * tensor.dtype().size_in_bytes() / 4) as u64;
+        write(tensor, |address| {
+            let mut launch = self.stream.launch_builder(&fill);
+            launch.arg(&address).arg(&words).arg(&0x7fd17fd1u32);
+            // SAFETY: the tensor has so many words.
+            unsafe { launch.launch(self.config(8, 256)) }.w()?;
+            Ok(())
+        })
+    }
+
+    /// One pass over `bytes` bytes from `address` on, and with `copy` a copy of them.
+    fn pass(
+        &self,
+        copy: bool,
+        (blocks_each, threads, in_flight): (u32, u32, usize),
+        address: u64,
+        bytes: usize,
+    ) -> Result<()> {
+        let what = if copy { "copy" } else { "read" };
+        let kernel = self.kernel(&format!("{what}_{in_flight}"))?;
+        let mut scratch = self.scratch.borrow_mut();
+        let (target, _guard) = scratch.device_ptr_mut(&self.stream);
+        let vectors = (bytes / 16) as u64;
+        let mut launch = self.stream.launch_builder(&kernel);
+        launch.arg(&address).arg(&vectors).arg(&target);
+        // SAFETY: the source has so many vectors, and `scratch` is no smaller.
+        unsafe { launch.launch(self.config(blocks_each, threads)) }.w()?;
+        Ok(())
+    }
+
+    /// Leaves nothing in L2 but a buffer that nothing else reads, and the stream busy for as long as
+    /// the host needs to queue what comes next.
+    fn evict(&self) -> Result<()> {
+        let address = self.scratch.borrow().device_ptr(&self.stream).0;
+        self.pass(false, FLOOR_SHAPES[3], address, EVICTED_BYTES)?;
+        let busy = self.kernel("busy")?;
+        let mut launch = self.stream.launch_builder(&busy);
+        launch.arg(&QUEUE_NS);
+        let config = LaunchConfig {
+            grid_dim: (1, 1, 1),
+            block_dim: (1, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        // SAFETY: touches no memory.
+        unsafe { launch.launch(config) }.w()?;
+        Ok(())
+    }
+
+    fn capture(&self, launch: impl FnOnce() -> Result<()>) -> Result<CudaGraph> {
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        self.stream.begin_capture(mode).w()?;
+        let launched = launch();
+        // Ended whatever came of it: the stream is of no use otherwise.
+        let graph = self.stream.end_capture(CUgraphInstantiate_flags(0)).w();
+        launched?;
+        match graph? {
+            Some(graph) => {
+                graph.upload().w()?;
+                Ok(graph)
+            }
+            None => bail!("the capture gave no graph"),
+        }
+    }
+
+    /// Times of replays in us, ascending.
+    fn time(
+        &self,
+        graph: &CudaGraph,
+        decoy: Option<&CudaGraph>,
+        replays: usize,
+        mut restore: impl FnMut() -> Result<()>,
+    ) -> Result<Vec<f64>> {
+        let event = || {
+            let context = self.stream.context();
+            context.new_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w()
+        };
+        let mut events = vec![];
+        for _ in 0..WARM_UP + replays {
+            let (start, end) = (event()?, event()?);
+            restore()?;
+            self.evict()?;
+            if let Some(decoy) = decoy {
+                decoy.launch().w()?;
+            }
+            start.record(&self.stream).w()?;
+            graph.launch().w()?;
+            end.record(&self.stream).w()?;
+            events.push((start, end));
+        }
+        let mut times = vec![];
+        for (start, end) in &events[WARM_UP..] {
+            times.push(start.elapsed_ms(end).w()? as f64 * 1e3);
+        }
+        times.sort_by(f64::total_cmp);
+        Ok(times)
+    }
+
+    /// The median of the fastest launch shape.
+    fn floor(&self, copy: bool, logits: &Tensor) -> Result<f64> {
+        let bytes = logits.elem_count() * logits.dtype().size_in_bytes();
+        let address = read(logits, &self.stream)?;
+        let mut least = f64::INFINITY;
+        for shape in FLOOR_SHAPES {
+            let graph = self.capture(|| self.pass(copy, shape, address, bytes))?;
+            least = least.min(median(&self.time(&graph, None, 20, || Ok(()))?));
+        }
+        Ok(least)
+    }
+}
+
+fn median(ascending: &[f64]) -> f64 {
+    let n = ascending.len();
+    (ascending[(n - 1) / 2] + ascending[n / 2]) / 2.0
+}
+
+/// To three decimals: the events' clock has no more.
+fn us(time: f64) -> f64 {
+    (time * 1e3).round() / 1e3
+}
+
+/// Calls `launch` with the address of a dense tensor that it may write.
+fn write(tensor: &Tensor, launch: impl Fn(u64) -> Result<()>) -> Result<()> {
+    struct Write<F>(F);
+    impl<F: Fn(u64) -> Result<()>> InplaceOp1 for Write<F> {
+        fn name(&self) -> &'static str {
+            "write"
+        }
+        fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
+            bail!("write: the tensor is on the CPU, a CUDA one is needed")
+        }
+        fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
+            let stream = storage.device().cuda_stream();
+            let size = storage.dtype().size_in_bytes();
+            let (address, _guard) = match &mut storage.slice {
+                CudaStorageSlice::F32(slice) => slice.device_ptr_mut(&stream),
+                CudaStorageSlice::BF16(slice) => slice.device_ptr_mut(&stream),
+                _ => bail!(
+                    "write: the tensor is {:?}, F32 or BF16 is needed",
+                    storage.dtype()
+                ),
+            };
+            (self.0)(address + (layout.start_offset() * size) as u64)
+        }
+    }
+    tensor.inplace_op1(&Write(launch))
+}
+
+/// The address of dense logits, to be read for as long as the tensor lives.
+fn read(tensor: &Tensor, stream: &CudaStream) -> Result<u64> {
+    let (storage, _) = tensor.storage_and_layout();
+    let Storage::Cuda(storage) = &*storage else {
+        bail!("read: the tensor is on the CPU, a CUDA one is needed")
+    };
+    Ok(match &storage.slice {
+        CudaStorageSlice::F32(slice) => slice.device_ptr(stream).0,
+        CudaStorageSlice::BF16(slice) => slice.device_ptr(stream).0,
+        _ => bail!(
+            "read: the tensor is {:?}, F32 or BF16 is needed",
+            storage.dtype()
+        ),
+    })
+}
+
+/// What an op is run on.
+#[derive(Clone, Copy)]
+struct Case<'a> {
+    gpu: &'a Gpu,
+    logits: &'a Tensor,
+    /// Of the logits' shape and dtype.
+    masked: &'a Tensor,
+    params: Params,
+}
+
+/// An op at one shape, with its outputs.
+trait Run {
+    /// The op and nothing else: this is captured.
+    fn launch(&mut self, case: &Case) -> Result<()>;
+
+    /// What the last launch has kept of a row, against the row as it was.
+    fn compare(&mut self, case: &Case, row: &Row) -> Result<std::result::Result<(), String>>;
+
+    /// The share of rows whose truncation hits, where the op can tell. Counted by a launch of its
+    /// own: what is timed counts nothing.
+    fn hit_rate(&self, _: &Case) -> Result<Option<f64>> {
+        Ok(None)
+    }
+}
+
+fn share_of_hits(routes: &[Routes]) -> Option<f64> {
+    let hits = routes.iter().filter(|routes| routes.hit()).count();
+    Some(hits as f64 / routes.len() as f64)
+}
+
+/// A row that is checked.
+struct Row<'a> {
+    index: usize,
+    logits: &'a [f32],
+    oracle: Oracle<'a>,
+}
+
+/// An op, or a variant of its kernels, under the names that its lines give. What is listed is
+/// measured side by side on the same case; a line with a variant is one of an ablation.
+struct Entry {
+    op: Op,
+    name: &'static str,
+    variant: Option<&'static str>,
+    make: fn(&Case) -> Result<Box<dyn Run>>,
+}
+
+const ENTRIES: &[Entry] = &[
+    Entry {
+        op: Op::MaskInPlace,
+        name: "mask",
+        variant: None,
+        make: |_| Ok(Box::new(MaskRun { in_place: true })),
+    },
+    Entry {
+        op: Op::Mask,
+        name: "mask",
+        variant: None,
+        make: |_| Ok(Box::new(MaskRun { in_place: false })),
+    },
+    Entry {
+        op: Op::Candidates,
+        name: "candidates",
+        variant: None,
+        make: |case| Ok(Box::new(CandidatesRun(candidate_buffers(case)?))),
+    },
+    Entry {
+        op: Op::Sample,
+        name: "sample",
+        variant: None,
+        make: |case| {
+            let b = case.logits.dim(0)? as i64;
+            let seed = case.gpu.seed as i64;
+            let requests: Vec<_> = (0..b).map(|i| (seed ^ i, i)).collect();
+            let buffers = sample_buffers(case, &requests)?;
+            Ok(Box::new(SampleRun { buffers, requests }))
+        },
+    },
+];
+
+fn candidate_buffers(case: &Case) -> Result<CandidateBuffers> {
+    let b = case.logits.dim(0)?;
+    let mut buffers = CandidateBuffers::new(b, CAPACITY, &case.gpu.device)?;
+    buffers.set_params(&vec![case.params.truncation(); b])?;
+    Ok(buffers)
+}
+
+fn sample_buffers(case: &Case, requests: &[(i64, i64)]) -> Result<SampleBuffers> {
+    let b = requests.len();
+    let mut buffers = SampleBuffers::new(b, &case.gpu.device)?;
+    buffers.set_params(&vec![case.params.truncation(); b])?;
+    buffers.set_requests(requests)?;
+    Ok(buffers)
+}
+
+struct MaskRun {
+    in_place: bool,
+}
+
+impl Run for MaskRun {
+    fn launch(&mut self, case: &Case) -> Result<()> {
+        let truncation = case.params.truncation();
+        if self.in_place {
+            case.logits.inplace_op1(&Mask::new(truncation)?)
+        } else {
+            mask_into(case.logits, case.masked, truncation)
+        }
+    }
+
+    fn compare(&mut self, case: &Case, row: &Row) -> Result<std::result::Result<(), String>> {
+        let out = if self.in_place {
+            case.logits
+        } else {
+            case.masked
+        };
+        let out = host_row(out, row.index)?;
+        let mut kept = vec![];
+        for (id, (&is, &was)) in out.iter().zip(row.logits).enumerate() {
+            if is.to_bits() == was.to_bits() {
+                kept.push(id as u32);
+            } else if is != f32::NEG_INFINITY {
+                return Ok(Err(format!("id {id} is {is}, it was {was}")));
+            }
+        }
+        Ok(row.oracle.compare(&case.params, &kept))
+    }
+}
+
+struct CandidatesRun(CandidateBuffers);
+
+impl Run for CandidatesRun {
+    fn launch(&mut self, case: &Case) -> Result<()> {
+        self.0.candidates_into(case.logits, case.params.mass)
+    }
+
+    fn hit_rate(&self, case: &Case) -> Result<Option<f64>> {
+        let mut buffers = candidate_buffers(case)?.with_routes()?;
+        buffers.candidates_into(case.logits, case.params.mass)?;
+        Ok(share_of_hits(&buffers.routes()?))
+    }
+
+    fn compare(&mut self, case: &Case, row: &Row) -> Result<std::result::Result<(), String>> {
+        let set = self.0.candidates()?;
+        let count = set.counts.get(row.index)?.to_scalar::<u32>()?;
+        let ids = set.ids.get(row.index)?.to_vec1::<u32>()?;
+        if count as usize > CAPACITY {
+            let expected = row.oracle.expected(&case.params);
+            return Ok(
+                match (expected.least..=expected.most).contains(&(count as usize)) {
+                    true => Ok(()),
+                    false => Err(format!("{count} counted, {} expected", expected.len)),
+                },
+            );
+        }
+        let kept = &ids[..count as usize];
+        if !kept.is_sorted() {
+            return Ok(Err(format!("ids are not ascending: {kept:?}")));
+        }
+        Ok(row.oracle.compare(&case.params, kept))
+    }
+}
+
+struct SampleRun {
+    buffers: SampleBuffers,
+    /// Seed and step of each row's first draw.
+    requests: Vec<(i64, i64)>,
+}
+
+impl Run for SampleRun {
+    fn launch(&mut self, case: &Case) -> Result<()> {
+        self.buffers.sample_into(case.logits, case.params.mass)
+    }
+
+    fn hit_rate(&self, case: &Case) -> Result<Option<f64>> {
+        let mut buffers = sample_buffers(case, &self.requests)?.with_routes()?;
+        buffers.sample_into(case.logits, case.params.mass)?;
+        Ok(share_of_hits(&buffers.routes()?))
+    }
+
+    fn compare(&mut self, case: &Case, row: &Row) -> Result<std::result::Result<(), String>> {
+        let token = self.buffers.tokens()?[row.index];
+        let most = row.oracle.expected(&case.params).most;
+        if !row.oracle.order[..most].contains(&token) {
+            return Ok(Err(format!(
+                "token {token} is none of the {most} best, for {:?}",
+                case.params
+            )));
+        }
+        // Where in the set the draw falls is the CPU backend's to say: equal sets, equal tokens.
+        let (seed, step) = self.requests[row.index];
+        let logits = Tensor::new(row.logits, &Device::Cpu)?.to_dtype(case.logits.dtype())?;
+        let draw = Draw::Counter { seed, step };
+        let on_cpu = sample(&logits, case.params.truncation(), draw)?.to_scalar::<u32>()?;
+        Ok(match token == on_cpu {
+            true => Ok(()),
+            false => Err(format!("token {token}, the CPU draws {on_cpu}")),
+        })
+    }
+}
+
+fn host_row(tensor: &Tensor, row: usize) -> Result<Vec<f32>> {
+    // A copy of its own first: a view would bring the whole batch along.
+    let row = tensor.get(row)?.force_contiguous()?;
+    let row = row.to_device(&Device::Cpu)?;
+    row.to_dtype(DType::F32)?.to_vec1()
+}
+
+/// Everything at one batch of logits. Gives the number of mismatches.
+fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) -> Result<usize> {
+    let logits = Tensor::zeros((b, v), dtype.dtype(), &gpu.device)?;
+    let masked = Tensor::zeros((b, v), dtype.dtype(), &gpu.device)?;
+    gpu.generate(&logits, dist)?;
+    // What the op runs on before it is timed, so that its code is where repeated use leaves it, and
+    // its input is not. A batch beyond L2 needs no other.
+    let decoy = match b * v * dtype.dtype().size_in_bytes() < EVICTED_BYTES / 2 {
+        true => Some(logits.copy()?),
+        false => None,
+    };
+    let floors = (gpu.floor(false, &logits)?, gpu.floor(true, &logits)?);
+
+    let mut mismatches = 0;
+    let mut rng = rng(gpu.seed ^ (b * v) as u64);
+    let checked = rand::seq::index::sample(&mut rng, b, args.check.min(b)).into_vec();
+    let mut host = vec![];
+    for &index in &checked {
+        host.push(host_row(&logits, index)?);
+    }
+    let rows: Vec<Row> = checked
+        .iter()
+        .zip(&host)
+        .map(|(&index, logits)| Row {
+            index,
+            logits,
+            oracle: Oracle::new(logits),
+        })
+        .collect();
+
+    let (ops, modes): (&[Op], &[&str]) = match dist {
+        Dist::Peaked => (Op::value_variants(), &["k50", "p0.9", "k50p0.9"]),
+        Dist::Normal => (&[Op::Mask, Op::MaskInPlace, Op::Sample], &["p0.9", "khalf"]),
+    };
+    let ops = or(&args.op, ops);
+    let modes = or(
+        &args.mode,
+        &modes.iter().map(|m| m.to_string()).collect::<Vec<_>>(),
+    );
+    for text in &modes {
+        let (mode, params) = mode(text, v)?;
+        let case = Case {
+            gpu,
+            logits: &logits,
+            masked: &masked,
+            params,
+        };
+        for entry in ENTRIES.iter().filter(|entry| ops.contains(&entry.op)) {
+            let in_place = entry.op == Op::MaskInPlace;
+            let mut run = (entry.make)(&case)?;
+            let graph = gpu.capture(|| run.launch(&case))?;
+            let decoy_graph = match &decoy {
+                Some(decoy) => {
+                    let other = Case {
+                        logits: decoy,
+                        ..case
+                    };
+                    Some(gpu.capture(|| run.launch(&other))?)
+                }
+                None => None,
+            };
+            if entry.op == Op::Mask {
+                gpu.poison(&masked)?;
+            }
+            graph.launch().w()?;
+            let mut exact = !rows.is_empty();
+            for row in &rows {
+                if let Err(mismatch) = run.compare(&case, row)? {
+                    eprintln!(
+                        "MISMATCH: {:?} {}, b {b}, v {v}, {dtype:?}, {}, {mode}, row {}, seed {}: {mismatch}",
+                        entry.op,
+                        entry.variant.unwrap_or("as it is"),
+                        dist.name(),
+                        row.index,
+                        gpu.seed
+                    );
+                    exact = false;
+                    mismatches += 1;
+                }
+            }
+            // Only an op in place leaves its input masked.
+            let restore = || match in_place {
+                true => {
+                    gpu.generate(&logits, dist)?;
+                    decoy.iter().try_for_each(|d| gpu.generate(d, dist))
+                }
+                false => Ok(()),
+            };
+            let times = gpu.time(&graph, decoy_graph.as_ref(), gpu.replays, restore)?;
+            restore()?;
+            let mut line = gpu.line(entry.name, &times);
+            let more = json!({
+                "b": b, "v": v, "mode": mode, "dist": dist.name(), "dtype": dtype.dtype().as_str(),
+                "read_floor_us": us(floors.0), "copy_floor_us": us(floors.1),
+                "l2": "rotated", "workspace": WORKSPACE, "exact": exact,
+            });
+            line.extend(more.as_object().cloned().unwrap_or_default());
+            match entry.op {
+                Op::Mask | Op::MaskInPlace => line.insert("in_place".into(), in_place.into()),
+                Op::Candidates => line.insert("capacity".into(), CAPACITY.into()),
+                Op::Sample => None,
+            };
+            if let Some(rate) = run.hit_rate(&case)? {
+                line.insert("hit_rate".into(), rate.into());
+            }
+            if let Some(variant) = entry.variant {
+                line.insert("variant".into(), variant.into());
+            }
+            println!("{}", serde_json::Value::Object(line));
+        }
+    }
+    Ok(mismatches)
+}
+
+impl Gpu {
+    /// The keys that every line has.
+    fn line(&self, op: &str, times: &[f64]) -> serde_json::Map<String, serde_json::Value> {
+        let line = json!({
+            "op": op, "us": us(median(times)), "us_min": us(times[0]),
+            "us_max": us(times[times.len() - 1]), "seed": self.seed, "gpu": self.machine.gpu,
+            "rev": self.machine.rev, "date": self.machine.date,
+        });
+        line.as_object().cloned().unwrap_or_default()
+    }
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let mut shapes = vec![];
+    let none_given = [
+        args.v.is_empty(),
+        args.b.is_empty(),
+        args.op.is_empty(),
+        args.mode.is_empty(),
+        args.dtype.is_empty(),
+    ];
+    let laws: &[Dist] = match none_given.iter().all(|&none| none) {
+        true => Dist::value_variants(),
+        false => &[Dist::Peaked],
+    };
+    for dist in or(&args.dist, laws) {
+        let (widths, batches, types): (&[usize], &[usize], &[Type]) = match dist {
+            Dist::Peaked => (&WIDTHS, &BATCHES, Type::value_variants()),
+            Dist::Normal => (&WIDTHS[..1], &[1, 32, 128, 1024], &[Type::F32]),
+        };
+        for v in or(&args.v, widths) {
+            if v == 0 || v % 8 != 0 || v > i32::MAX as usize {
+                bail!("--v is {v}, accepted are multiples of 8 (16 bytes of bf16) up to 2^31")
+            }
+            for text in &args.mode {
+                mode(text, v)?;
+            }
+            for dtype in or(&args.dtype, types) {
+                for b in or(&args.b, batches) {
+                    if b == 0 {
+                        bail!("--b is 0, accepted are numbers from 1 up")
+                    }
+                    shapes.push((dist, dtype, b, v));
+                }
+            }
+        }
+    }
+    let bytes =
+        |&(_, dtype, b, v): &(Dist, Type, usize, usize)| b * v * dtype.dtype().size_in_bytes();
+    let most = shapes.iter().map(bytes).max().unwrap_or(0);
+    let replays = if args.quick { 20 } else { 50 };
+    let seed = args.seed.unwrap_or_else(|| rand::rng().random());
+    let gpu = Gpu::new(most, replays, seed)?;
+    for dtype in [DType::F32, DType::BF16] {
+        candle_topk::cuda::preload(&gpu.device, dtype)?;
+    }
+    for name in ["normal_f32", "fill"] {
+        gpu.kernel(name)?;
+    }
+    let empty = gpu.capture(|| Ok(()))?;
+    let times = gpu.time(&empty, None, gpu.replays, || Ok(()))?;
+    println!(
+        "{}",
+        serde_json::Value::Object(gpu.line("empty_graph", &times))
+    );
+    let start = std::time::Instant::now();
+    let mut mismatches = 0;
+    for &(dist, dtype, b, v) in &shapes {
+        mismatches += measure(&gpu, &args, dist, dtype, b, v)
+            .map_err(|e| e.context(format!("b {b}, v {v}, {}", dist.name())))?;
+    }
+    eprintln!(
+        "{} shapes in {:.1} s, seed {seed}",
+        shapes.len(),
+        start.elapsed().as_secs_f64()
+    );
+    if mismatches > 0 {
+        bail!("{mismatches} mismatches with the stable sort, named above")
+    }
+    Ok(())
+}

@@ -1,0 +1,179 @@
+//! Throughput against the batch, as SVG.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{anyhow, Context, Result};
+use plotters::prelude::*;
+
+use crate::kernels::{floor, name, us, Peers, MODES};
+use crate::lines::Run;
+
+const COLORS: [RGBColor; 3] = [
+    RGBColor(0x1f, 0x77, 0xb4),
+    RGBColor(0xd6, 0x27, 0x28),
+    RGBColor(0x2c, 0xa0, 0x2c),
+];
+
+/// Points of a curve, and how it is drawn.
+struct Curve {
+    label: String,
+    points: Vec<(f64, f64)>,
+    style: ShapeStyle,
+}
+
+/// Rows a second.
+fn rate(batch: u64, us: f64) -> f64 {
+    batch as f64 / us * 1e6
+}
+
+/// A file for each op at the least and the greatest vocabulary, f32.
+pub fn draw(run: &Run, peers: &Peers, folder: &Path) -> Result<Vec<PathBuf>> {
+    let drawn = |l: &crate::lines::Line| l.text("dtype") == "f32" && l.text("dist") == "peaked";
+    let mut widths: Vec<_> = run
+        .lines
+        .iter()
+        .filter(|l| drawn(l))
+        .map(|l| l.int("v"))
+        .collect();
+    widths.sort();
+    widths.dedup();
+    let mut files = Vec::new();
+    let ends = [widths.first(), widths.last()];
+    for &v in ends.iter().flatten().take(widths.len().min(2)) {
+        let mut ops: Vec<_> = run
+            .lines
+            .iter()
+            .filter(|l| drawn(l))
+            .map(|l| name(l))
+            .collect();
+        ops.sort();
+        ops.dedup();
+        for op in ops {
+            let lines = || {
+                let of =
+                    move |l: &&&crate::lines::Line| drawn(l) && l.int("v") == *v && name(l) == op;
+                run.lines.iter().filter(of)
+            };
+            let mut curves = Vec::new();
+            let limit = lines().map(|l| (l.int("b"), rate(l.int("b"), floor(l))));
+            curves.push(Curve {
+                label: match op.starts_with("mask") {
+                    true => "copy floor".to_string(),
+                    false => "read floor".to_string(),
+                },
+                points: ascending(limit),
+                style: BLACK.mix(0.4).stroke_width(1),
+            });
+            for (mode, color) in MODES.into_iter().zip(COLORS) {
+                let ours = lines().filter(|l| l.text("mode") == mode);
+                curves.push(Curve {
+                    label: mode.to_string(),
+                    points: ascending(ours.map(|l| (l.int("b"), rate(l.int("b"), us(l))))),
+                    style: color.stroke_width(2),
+                });
+                let matching = |peer: &&crate::kernels::Peer| lines().any(|l| peer.matches(l));
+                for peer in peers.peers.iter().filter(matching) {
+                    let cells = peer
+                        .cells
+                        .iter()
+                        .filter(|c| c.v.abs_diff(*v) * 1000 <= *v && c.mode == mode);
+                    curves.push(Curve {
+                        label: format!("{mode}, {}", peer.name),
+                        points: ascending(cells.map(|c| (c.b, rate(c.b, c.us)))),
+                        style: color.mix(0.4).stroke_width(1),
+                    });
+                }
+            }
+            curves.retain(|curve| !curve.points.is_empty());
+            let file = folder.join(format!("{}-{v}.svg", op.replace(' ', "-")));
+            let title = format!("{op}, f32, V = {v}");
+            chart(&file, &title, &curves)
+                .with_context(|| format!("cannot draw {}", file.display()))?;
+            files.push(file);
+        }
+    }
+    Ok(files)
+}
+
+fn ascending(points: impl Iterator<Item = (u64, f64)>) -> Vec<(f64, f64)> {
+    let mut points: Vec<_> = points.collect();
+    points.sort_by_key(|point| point.0);
+    points.dedup_by_key(|point| point.0);
+    points
+        .into_iter()
+        .map(|(b, rate)| (b as f64, rate))
+        .collect()
+}
+
+fn chart(file: &Path, title: &str, curves: &[Curve]) -> Result<()> {
+    let points = || curves.iter().flat_map(|curve| &curve.points);
+    let range = |of: fn(&(f64, f64)) -> f64| {
+        let least = points().map(of).fold(f64::INFINITY, f64::min);
+        let most = points().map(of).fold(0.0, f64::max);
+        // An axis needs some length.
+        (least / 1.25..most * 1.25).log_scale()
+    };
+    let failed = |e: DrawingAreaErrorKind<_>| anyhow!("{e}");
+    let area = SVGBackend::new(file, (760, 480)).into_drawing_area();
+    area.fill(&WHITE).map_err(failed)?;
+    let mut chart = ChartBuilder::on(&area)
+        .caption(title, ("sans-serif", 18))
+        .margin(12)
+        .x_label_area_size(40)
+        .y_label_area_size(70)
+        .build_cartesian_2d(range(|p| p.0), range(|p| p.1))
+        .map_err(failed)?;
+    chart
+        .configure_mesh()
+        .x_desc("batch")
+        .y_desc("rows a second")
+        .x_label_formatter(&|x| format!("{x:.0}"))
+        .y_label_formatter(&|y| format!("{y:.0e}"))
+        .light_line_style(TRANSPARENT)
+        .draw()
+        .map_err(failed)?;
+    for curve in curves {
+        let style = curve.style;
+        chart
+            .draw_series(LineSeries::new(curve.points.iter().copied(), style))
+            .map_err(failed)?
+            .label(&curve.label)
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
+    }
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::LowerRight)
+        .background_style(WHITE.mix(0.8))
+        .border_style(BLACK.mix(0.3))
+        .draw()
+        .map_err(failed)?;
+    area.present().map_err(failed)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chart_is_an_svg_with_its_labels() {
+        let file = std::env::temp_dir().join(format!("chart-{}.svg", std::process::id()));
+        let curve = Curve {
+            label: "p0.9".to_string(),
+            points: vec![(1.0, 1e5), (1024.0, 2e6)],
+            style: COLORS[0].stroke_width(2),
+        };
+        chart(&file, "sample", &[curve]).unwrap();
+        let svg = std::fs::read_to_string(&file).unwrap();
+        std::fs::remove_file(&file).unwrap();
+        for part in ["<svg", "polyline", "p0.9", "sample"] {
+            assert!(svg.contains(part), "{part} is missing in {svg}");
+        }
+    }
+
+    #[test]
+    fn points_come_once_and_in_order() {
+        let points = [(8, 3.0), (1, 1.0), (8, 3.0)];
+        assert_eq!(ascending(points.into_iter()), [(1.0, 1.0), (8.0, 3.0)]);
+    }
+}
