@@ -4,6 +4,8 @@
 
 mod common;
 
+use candle_core::cuda_backend::cudarc::driver::sys;
+use candle_core::cuda_backend::WrapErr;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_topk::cuda::{preload, with_form, Form};
 use candle_topk::sampling::{
@@ -16,12 +18,27 @@ use half::{bf16, f16};
 use rand::Rng;
 use std::sync::Mutex;
 
-/// One CUDA device for all tests: each handle of its own would load all kernels anew.
+/// One CUDA device for all tests: each handle of its own would load all kernels anew. It keeps what
+/// is freed: the tests allocate much, and giving memory back takes the driver longer than all else.
 fn gpu() -> Result<Device> {
     static DEVICE: Mutex<Option<Device>> = Mutex::new(None);
     let mut device = DEVICE.lock().expect("no panic while it is held");
     if device.is_none() {
-        *device = Some(Device::new_cuda_with_stream(0)?);
+        let new = Device::new_cuda_with_stream(0)?;
+        let ordinal = new.as_cuda_device()?.cuda_stream().context().cu_device();
+        let mut pool = std::ptr::null_mut();
+        let mut threshold = u64::MAX;
+        // SAFETY: the device is there, and the attribute is a 64-bit number.
+        unsafe {
+            sys::cuDeviceGetDefaultMemPool(&mut pool, ordinal)
+                .result()
+                .w()?;
+            let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+            sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast())
+                .result()
+                .w()?;
+        }
+        *device = Some(new);
     }
     Ok(device.clone().expect("just made"))
 }
@@ -29,7 +46,7 @@ fn gpu() -> Result<Device> {
 /// Runs a case in each form of the kernels. `check_batch` does so by itself.
 fn in_each_form(case: impl Fn(&Device) -> Result<()>) -> Result<()> {
     let device = gpu()?;
-    for form in [Form::Sm80, Form::Sm90] {
+    for form in Form::ALL {
         with_form(form, || case(&device))?;
     }
     Ok(())
@@ -426,6 +443,13 @@ fn small_shapes(device: &Device) -> Result<()> {
 fn sanitize_one_block() -> Result<()> {
     let device = gpu()?;
     with_form(Form::Sm80, || small_shapes(&device))
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn sanitize_wide_block() -> Result<()> {
+    let device = gpu()?;
+    with_form(Form::Sm80Wide, || small_shapes(&device))
 }
 
 #[test]

@@ -23,7 +23,7 @@ use rand::Rng;
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn graph_replays() -> Result<()> {
-    for form in [Form::Sm80, Form::Sm90] {
+    for form in Form::ALL {
         let device = Device::new_cuda_with_stream(0)?;
         let cuda = device.as_cuda_device()?;
         // SAFETY: this thread uses one stream and no other device handle, so nothing is ordered by

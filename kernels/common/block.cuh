@@ -81,3 +81,14 @@ __device__ __noinline__ V block_exclusive_sum(V v, V zero, Add add, V* total) {
   const V earlier = warp_reduce(lane < warp ? part : zero, add);
   return add(earlier, before);
 }
+
+// Adds to a word of shared memory, and gives what it was. Where all that is known of it is a pointer,
+// atomicAdd would take the way of global memory.
+__device__ __forceinline__ unsigned shared_add(unsigned* word, unsigned by) {
+  unsigned was;
+  asm volatile("atom.shared.add.u32 %0, [%1], %2;"
+               : "=r"(was)
+               : "r"((unsigned)__cvta_generic_to_shared(word)), "r"(by)
+               : "memory");
+  return was;
+}

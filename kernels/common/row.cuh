@@ -1,4 +1,5 @@
-// One row of logits, read by 16-byte vectors wherever it starts.
+// One row of logits, read by 16-byte vectors wherever it starts: from global memory, or a slice of it
+// from where it has been copied to on chip.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,6 +8,11 @@
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
 __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+__device__ __forceinline__ __half2 pair(__half a, __half b) { return __halves2half2(a, b); }
+__device__ __forceinline__ __nv_bfloat162 pair(__nv_bfloat16 a, __nv_bfloat16 b) {
+  return __halves2bfloat162(a, b);
+}
 
 // The dtype's own -inf and NaN, by their bits.
 template <class T>
@@ -37,19 +43,42 @@ struct alignas(16) Vector {
   T at[kWidth];
 };
 
-// Vectors are aligned, so the first and the last may stick out of the row. `shift` is how many
-// elements the first begins before it. A block's slice is the vectors from `begin` to `end`.
+// The greater; NaN where either is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+// The greatest element; NaN where any is.
+__device__ __forceinline__ float max_or_nan(const Vector<float>& v) {
+  return max_or_nan(max_or_nan(v.at[0], v.at[1]), max_or_nan(v.at[2], v.at[3]));
+}
+// Of half precision, two at a time.
 template <class T>
+__device__ __forceinline__ float max_or_nan(const Vector<T>& v) {
+  typedef decltype(pair(T(), T())) Pair;
+  Pair pairs[4];
+  memcpy(pairs, &v, sizeof(pairs));
+  const Pair most = __hmax2_nan(__hmax2_nan(pairs[0], pairs[1]), __hmax2_nan(pairs[2], pairs[3]));
+  return widen(__hmax_nan(most.x, most.y));
+}
+
+// Vectors are aligned, so the first and the last may stick out of the row. `shift` is how many
+// elements the first begins before it. A block's slice is the vectors from `begin` to `end`; with
+// kStages it may lie on chip, and loads, then of the slice alone, come from there.
+template <class T, bool kStages = false>
 struct Row {
   static constexpr int kWidth = Vector<T>::kWidth;
   const T* data;
   int size;
   int shift;
   int begin, end;
+  const uint4* staged = nullptr;
 
-  __device__ Row(const T* data, int size, int slice, int slices)
+  __device__ Row(const T* data, int size, int slice, int log_slices)
       : data(data), size(size), shift((int)((size_t)data % 16 / sizeof(T))) {
-    const int length = (vectors() + slices - 1) / slices;
+    const int length = (vectors() + (1 << log_slices) - 1) >> log_slices;
     begin = min(slice * length, vectors()), end = min(begin + length, vectors());
   }
 
@@ -61,14 +90,29 @@ struct Row {
 
   // Vector j; -inf outside the row, which is in no set.
   __device__ __forceinline__ Vector<T> load(int j) const {
+    if (kStages && staged) return load_inside(j);
+    return load_global(j);
+  }
+
+  // A vector that doesn't stick out.
+  __device__ __forceinline__ Vector<T> load_inside(int j) const {
+    if (kStages && staged) return as_vector(staged[j - begin]);
+    return load_inside_global(j);
+  }
+
+  // Any vector of the row, wherever the slice lies.
+  __device__ __forceinline__ Vector<T> load_global(int j) const {
     const int at = first(j);
-    if (at >= 0 && at + kWidth <= size) return load_inside(j);
+    if (at >= 0 && at + kWidth <= size) return load_inside_global(j);
     return load_edge(data, at, size);
   }
 
-  // A vector that doesn't stick out. Not by way of L1, which has no use for it.
-  __device__ __forceinline__ Vector<T> load_inside(int j) const {
-    const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(data + first(j)));
+  // Not by way of L1, which has no use for it.
+  __device__ __forceinline__ Vector<T> load_inside_global(int j) const {
+    return as_vector(__ldcg(reinterpret_cast<const uint4*>(data + first(j))));
+  }
+
+  static __device__ __forceinline__ Vector<T> as_vector(uint4 raw) {
     Vector<T> v;
     memcpy(&v, &raw, sizeof(v));
     return v;
@@ -83,6 +127,13 @@ struct Row {
       v.at[w] = i >= 0 && i < size ? data[i] : from_bits<T>(Bits<T>::kNegInfinity);
     }
     return v;
+  }
+
+  // The slice's vectors that a warp has to itself.
+  __device__ __forceinline__ void part_of_warp(int* from, int* to) const {
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
+    const int length = (end - begin + warps - 1) / warps;
+    *from = min(begin + warp * length, end), *to = min(*from + length, end);
   }
 
   // Sends for the beginning of the slice, to L2.

@@ -53,6 +53,16 @@ __device__ __forceinline__ Mass to_mass(double weights) {
   return {(u64)(units - high * kTwo64), (u64)high};
 }
 
+// The logarithm of a mass above 0, as a sum of weights. That of its fraction, in [1, 2), is an f32's
+// within a unit in the last place.
+__device__ __forceinline__ double log_mass(Mass m) {
+  const double units = raw_double(m);
+  const long long bits = __double_as_longlong(units);
+  const int exponent = (int)(bits >> 52) - 1023;
+  const double fraction = __longlong_as_double((bits & 0xfffffffffffffll) | 0x3ff0000000000000ll);
+  return (double)logf((float)fraction) + (exponent - 62) * 0.6931471805599453;
+}
+
 // The least mass that is not below p times `total`.
 __device__ __forceinline__ Mass nucleus(float p, Mass total) {
   const double target = ceil((double)p * raw_double(total));
@@ -69,13 +79,6 @@ __device__ __forceinline__ Mass inverted(Mass total, u64 draw) {
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// The greater; NaN where either is.
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
 
@@ -128,13 +131,13 @@ struct Softmax {
     return w > 0.0f ? mass : 0;
   }
 
-  // The same where speed matters less than the size of the code, which the driver compiles when
-  // it is first loaded.
-  __device__ __noinline__ u64 mass_of_few(float x) const { return mass(x); }
-
   // The log-probability of a logit in a set whose mass has this logarithm.
   __device__ __forceinline__ float log_weight(float x, double log_mass) const {
     if (max == CUDART_INF_F && x != max) return -CUDART_INF_F;
     return (float)((double)exponent(x) - log_mass);
   }
 };
+
+// A weight where speed matters less than the size of the code, which the driver compiles when it is
+// first loaded.
+__device__ __noinline__ u64 mass_of_few(const Softmax softmax, float x) { return softmax.mass(x); }

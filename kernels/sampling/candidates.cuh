@@ -6,11 +6,11 @@
 #include "truncate.cuh"
 
 template <class T, int C>
-__device__ void candidates(const Request& request, unsigned* ids, float* log_probs,
+__device__ __forceinline__ void candidates(const Request& request, unsigned* ids, float* log_probs,
                            unsigned* counts, long long capacity) {
   extern __shared__ uint4 dynamic[];
   const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic));
-  const Row<T>& row = kept.row;
+  const auto& row = kept.row;
   ids += kept.row_index() * capacity, log_probs += kept.row_index() * capacity;
 
   unsigned size;
@@ -23,7 +23,7 @@ __device__ void candidates(const Request& request, unsigned* ids, float* log_pro
     ids[i] = ~0u, log_probs[i] = -CUDART_INF_F;
   }
 
-  const double log_mass = log(raw_double(mass) / 4611686018427387904.0);
+  const double log = log_mass(mass);
   if (kept.members) {
     const Top& top = kept.shared.top;
     if (Team<C>::rank() == 0 && threadIdx.x < size) {
@@ -34,10 +34,10 @@ __device__ void candidates(const Request& request, unsigned* ids, float* log_pro
       for (unsigned other = 0; other < size; other++) place += (unsigned)top.ranked[other] > (unsigned)mine;
       if (place < capacity) {
         ids[place] = ~(unsigned)mine;
-        log_probs[place] = kept.softmax.log_weight(value_of(mine >> 32), log_mass);
+        log_probs[place] = kept.softmax.log_weight(value_of(mine >> 32), log);
       }
     }
-    Team<C>::sync();  // No member may end while its memory is read.
+    kept.leave();
     return;
   }
 
@@ -70,12 +70,12 @@ __device__ void candidates(const Request& request, unsigned* ids, float* log_pro
         const float x = widen(v.at[w]);
         const int id = row.first(j) + w;
         if (kept.holds(x, id)) {
-          if (place < wanted) ids[place] = id, log_probs[place] = kept.softmax.log_weight(x, log_mass);
+          if (place < wanted) ids[place] = id, log_probs[place] = kept.softmax.log_weight(x, log);
           place++;
         }
       }
     }
     before += total;
   }
-  Team<C>::sync();  // No member may end while its memory is read.
+  kept.leave();
 }

@@ -9,7 +9,7 @@
 // its elements they have waited for each other.
 template <class T, int C>
 __device__ void fill(const Kept<T, C>& kept, T* out) {
-  const Row<T>& row = kept.row;
+  const auto& row = kept.row;
   const T dropped = from_bits<T>(Bits<T>::kNegInfinity);
   const int from = max(row.first(row.begin), 0), to = min(row.first(row.end), row.size);
   int position = -1;
@@ -38,14 +38,14 @@ __device__ void fill(const Kept<T, C>& kept, T* out) {
 }
 
 template <class T, int C>
-__device__ void mask(const Request& request, T* out, long long out_stride) {
+__device__ __forceinline__ void mask(const Request& request, T* out, long long out_stride) {
   extern __shared__ uint4 dynamic[];
   const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic));
-  const Row<T>& row = kept.row;
+  const auto& row = kept.row;
   out += kept.row_index() * out_stride;
   if (kept.members) {
     fill(kept, out);
-    Team<C>::sync();  // No member may end while its memory is read.
+    kept.leave();
     return;
   }
   Team<C>::sync();  // In place, no member may still be reading; and none may end while it is read.

@@ -17,13 +17,20 @@ struct DrawSource {
   long long bits_row;
   u64 one;
 
-  // As a fraction of 2^64.
-  __device__ u64 draw(long long b) const {
+  // What a row's draw is made from: loaded early, and waited for where it is needed.
+  struct Drawn {
+    bool counted;
+    long long seed, step;
+
+    // As a fraction of 2^64.
+    __device__ __forceinline__ u64 draw() const { return counted ? philox_draw(seed, step) : (u64)seed; }
+  };
+  __device__ __forceinline__ Drawn load(long long b) const {
     if (counters) {
       const long long* at = counters + b * counters_row;
-      return philox_draw(at[0], at[counters_column]);
+      return {true, at[0], at[counters_column]};
     }
-    return bits ? (u64)bits[b * bits_row] << 32 : one;
+    return {false, bits ? (long long)((u64)bits[b * bits_row] << 32) : (long long)one, 0};
   }
 };
 
@@ -41,29 +48,42 @@ struct SampleOutputs {
   unsigned refused;
 };
 
-// All inversions tell the mass of the kept set too; this one, the token's logit.
+// All inversions tell the mass of the kept set too, or its logarithm; this one, the token's logit.
 template <class T, int C>
-__device__ unsigned invert_top(const Kept<T, C>& kept, u64 draw, Mass* mass, float* logit) {
+__device__ __forceinline__ unsigned invert_top(const Kept<T, C>& kept, const DrawSource::Drawn& source, bool wants_log,
+                                               double* log, float* logit) {
   const Top& top = kept.shared.top;
-  unsigned size;
-  kept.count_and_mass(&size, mass);
-  const Mass point = inverted(*mass, draw);
-  // The mass of the members up to each, in the order of ids: a part of the comparisons a thread.
-  const unsigned element = threadIdx.x / kParts, part = threadIdx.x % kParts;
-  const unsigned mine = element < size ? (unsigned)top.ranked[element] : 0;
-  Mass up_to = {0, 0};
-#pragma unroll 4
-  for (unsigned other = part; other < size; other += kParts) {
-    // Complements: the greater one is the lower id.
-    up_to = up_to + Mass{(unsigned)top.ranked[other] >= mine ? top.mass[other] : 0, 0};
-  }
-  up_to = warp_reduce<kParts>(up_to, AddSums());
+  const unsigned size = kept.members;
+  __shared__ Mass point;
+  __shared__ double logarithm;
   __shared__ unsigned drawn;
-  if (part == 0 && element < size && point < up_to && !(point < up_to - Mass{top.mass[element], 0})) {
-    drawn = element;
+  // What is one number, one warp finds out.
+  if (threadIdx.x < 32) {
+    const Mass mass = top.above[size - 1] + Mass{top.mass[size - 1], 0};
+    const Mass at = inverted(mass, source.draw());
+    if (threadIdx.x == 0) point = at;
+  } else if (threadIdx.x < 64 && wants_log) {
+    const double log = log_mass(top.above[size - 1] + Mass{top.mass[size - 1], 0});
+    if (threadIdx.x == 32) logarithm = log;
   }
   __syncthreads();
-  *logit = value_of(top.ranked[drawn] >> 32);
+  // The mass of the members up to each, in the order of ids: a part of the comparisons a thread.
+  const unsigned element = threadIdx.x / kParts, part = threadIdx.x % kParts;
+  if (threadIdx.x / 32 * 32 < size * kParts) {
+    const unsigned mine = element < size ? (unsigned)top.ranked[element] : 0;
+    Mass up_to = {0, 0};
+#pragma unroll 4
+    for (unsigned other = part; other < size; other += kParts) {
+      // Complements: the greater one is the lower id.
+      up_to = up_to + Mass{(unsigned)top.ranked[other] >= mine ? top.mass[other] : 0, 0};
+    }
+    up_to = warp_reduce<kParts>(up_to, AddSums());
+    if (part == 0 && element < size && point < up_to && !(point < up_to - Mass{top.mass[element], 0})) {
+      drawn = element;
+    }
+  }
+  __syncthreads();
+  *log = logarithm, *logit = value_of(top.ranked[drawn] >> 32);
   return ~(unsigned)top.ranked[drawn];
 }
 
@@ -75,21 +95,23 @@ __device__ unsigned invert_on_chip(const Kept<T, C>& kept, u64 draw, Mass* mass)
   *mass = total;
   // The first id at which the cumulative mass exceeds the point.
   const Mass target = inverted(total, draw) + Mass{1, 0};
-  const Elements& elements = kept.shared.gathered;
+  const Elements* const elements = &kept.shared.gathered;
+  const Softmax softmax = kept.softmax;
+  const unsigned cut_key = kept.cut_key, cut_end = kept.cut_end;
   const Found<Weight> found = pivot_search<Weight>(
       kept.gathered, 0u, ~0u, Mass{0, 0}, target,
-      [&](int i, unsigned* key) {
-        *key = ~elements.positions[i];
-        return kept.holds(value_of(elements.keys[i]), elements.positions[i]);
+      [elements, cut_key, cut_end](int i, unsigned* key) {
+        *key = ~elements->positions[i];
+        return elements->keys[i] > cut_key || (elements->keys[i] == cut_key && elements->positions[i] < cut_end);
       },
-      [&](int i) { return Mass{kept.softmax.mass_of_few(value_of(elements.keys[i])), 0}; });
+      [elements, softmax](int i) { return Mass{mass_of_few(softmax, value_of(elements->keys[i])), 0}; });
   return ~found.key;
 }
 
 // ~0 from the members whose slices the draw does not fall into.
 template <class T, int C>
 __device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw, Mass* mass) {
-  const Row<T>& row = kept.row;
+  const auto& row = kept.row;
   Mass(&segments)[kSegments] = kept.shared.segments;
   auto mass_of = [&](const Vector<T>& v, int first) {
     Mass mass = {0, 0};
@@ -148,7 +170,7 @@ __device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw, Mass* mas
       for (int w = 0; w < Row<T>::kWidth; w++) {
         const float x = widen(v.at[w]);
         if (token < 0 && kept.holds(x, row.first(j) + w)) {
-          before = before + Mass{kept.softmax.mass_of_few(x), 0};
+          before = before + Mass{mass_of_few(kept.softmax, x), 0};
           if (point < before) token = row.first(j) + w;
         }
       }
@@ -162,26 +184,28 @@ __device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw, Mass* mas
 }
 
 template <class T, int C>
-__device__ void sample(const Request& request, const DrawSource& draws, const SampleOutputs& out) {
+__device__ __forceinline__ void sample(const Request& request, const DrawSource& draws, const SampleOutputs& out) {
   extern __shared__ uint4 dynamic[];
-  // Its loads, too, go out at the beginning.
-  const u64 draw = draws.draw(Kept<T, C>::row_index());
+  // Its loads, too, go out at the beginning; of one warp, lest all wait for them at once.
+  DrawSource::Drawn drawn = {false, 0, 0};
+  if (threadIdx.x < 32) drawn = draws.load(Kept<T, C>::row_index());
   const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic));
   const long long b = kept.row_index();
   const unsigned held = kept.has_nan | kept.has_infinity << 1;
   bool says = Team<C>::rank() == 0;
   unsigned token = ~0u;
   float logit = CUDART_NAN_F;  // where it is known without a look at the row
-  Mass mass = {1ull << 62, 0};  // of a set of one
+  Mass mass = {0, 0};
+  double log = 0.0;  // of a set of one
   if (kept.numbers > 0 && !(held & out.refused)) {
     if (kept.cut_key == kept.best_key && kept.cut_end == kept.best_position + 1) {
       token = kept.best_position, logit = value_of(kept.best_key);  // a set of one
     } else if (kept.members) {
-      token = invert_top(kept, draw, &mass, &logit);
+      token = invert_top(kept, drawn, out.log_probs, &log, &logit);
     } else if (kept.on_chip()) {
-      token = invert_on_chip(kept, draw, &mass);
+      token = invert_on_chip(kept, draws.load(b).draw(), &mass);
     } else {
-      token = invert_in_memory(kept, draw, &mass);
+      token = invert_in_memory(kept, draws.load(b).draw(), &mass);
       says = token != ~0u;
     }
   }
@@ -192,14 +216,13 @@ __device__ void sample(const Request& request, const DrawSource& draws, const Sa
     if (out.log_probs) {
       float log_prob = -CUDART_INF_F;
       if (token != ~0u) {
-        const double log_mass = log(raw_double(mass) / 4611686018427387904.0);
-        if (logit != logit) logit = widen(kept.row.data[token]);
-        log_prob = kept.softmax.log_weight(logit, log_mass);
+        if (logit != logit) logit = widen(kept.row.data[token]), log = log_mass(mass);
+        log_prob = kept.softmax.log_weight(logit, log);
       }
       out.log_probs[b] = log_prob;
     }
   }
-  Team<C>::sync();  // No member may end while its memory is read.
+  kept.leave();
   // Not before every member has read the step.
   if (says && out.advance) {
     long long& step = out.advance[b * draws.counters_row + draws.counters_column];

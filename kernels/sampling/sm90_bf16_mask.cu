@@ -1,8 +1,8 @@
 // A cluster of blocks a row: its size is the launch's.
-constexpr int kThreads = 512, kCandidates = 4096;
+constexpr int kThreads = 512, kCandidates = 2048;
 #include "mask.cuh"
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mask(const Request request, __nv_bfloat16* out, long long out_stride) {
   mask<__nv_bfloat16, 8>(request, out, out_stride);
 }

@@ -9,11 +9,12 @@
 //     logits misleads; else by its mean and deviation, as the paper does. One pass over the row, the
 //     only one for a set that is found above the threshold, takes the maximum, gathers what reaches
 //     the threshold into shared memory, the candidates, and where top-p needs it, sums the weights
-//     in f32.
-//  2. Where the cut lies among the best 128, a histogram of the candidates finds those, and
-//     comparisons of all pairs rank them and give the exact mass above each. The f32 sum decides a
+//     of the rest in f32. A cluster that holds the whole row on chip needs no sample: the greatest
+//     logits of 128 parts of the row propose the threshold, and the pass reads shared memory.
+//  2. Where the cut lies among the best 128, a histogram of the candidates finds those, comparisons
+//     of all pairs rank them, and a scan gives the exact mass above each. The f32 sum decides a
 //     top-p only where its error bound admits one answer; else the exact sum is taken in a second
-//     pass.
+//     pass. The bound is one on the rest's mass, which is small where the set is.
 //  3. Pivot search, for larger sets. Where the candidates hold the set (a hit), three pivots at a
 //     time split the range of keys that the cut lies in. The range is one of integers, not of
 //     values, and before each step it shrinks to the keys that exist in it, so at most 16 steps leave
@@ -117,13 +118,14 @@ struct alignas(16) Top {
 };
 
 // Dynamic shared memory: `shared_bytes` in src/sampling/cuda.rs. A member of a larger team collects
-// its slice's part first, and then everybody's.
+// its slice's part first, and then everybody's; the copy of its slice of the row, if any, follows.
 template <int C>
 struct alignas(16) Shared {
   Top top;
-  Elements gathered;
   union {
-    Elements slice;
+    struct {
+      Elements gathered, slice;
+    };
     Histogram histogram;
     Mass segments[kSegments];
   };
@@ -138,7 +140,7 @@ struct alignas(16) Shared<1> {
     Mass segments[kSegments];
   };
 };
-static_assert(sizeof(Shared<1>) == 7184 + (32 << 10) && sizeof(Shared<8>) == 7184 + (64 << 10),
+static_assert(sizeof(Shared<1>) == 7184 + (32 << 10) || sizeof(Shared<8>) == 7184 + (32 << 10),
               "src/sampling/cuda.rs asks for as much");
 
 // A measure of elements: their number or their mass. The search is the same for both.
@@ -273,25 +275,26 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
 template <class T, int C>
 struct Kept {
   // Loads in flight for a pass that does little else, and for one that computes.
-  static constexpr int kLight = 4, kHeavy = 1;
+  static constexpr int kLight = kThreads > 512 ? 2 : 4, kHeavy = 1;
+  typedef Row<T, (C > 1)> TeamRow;
 
   // The sample: a few vectors a thread, evenly from the row.
   struct Sampled {
-    static constexpr int kSize = 4096;
+    static constexpr int kSize = kThreads * Row<T>::kWidth > 4096 ? kThreads * Row<T>::kWidth : 4096;
     static constexpr int kVectors = kSize / kThreads / Row<T>::kWidth;
     Vector<T> vectors[kVectors];
 
-    __device__ explicit Sampled(const Row<T>& row) {
+    __device__ explicit Sampled(const TeamRow& row) {
 #pragma unroll
       for (int i = 0; i < kVectors; i++) {
         const int at = threadIdx.x + i * kThreads;
-        vectors[i] = row.load((int)((long long)at * row.vectors() / (kThreads * kVectors)));
+        vectors[i] = row.load_global((int)((long long)at * row.vectors() / (kThreads * kVectors)));
       }
     }
     __device__ __forceinline__ float operator()(int i, int w) const { return widen(vectors[i].at[w]); }
   };
 
-  const Row<T> row;
+  TeamRow row;
   Truncation limits;
   Shared<C>& shared;
   Softmax softmax;
@@ -305,21 +308,45 @@ struct Kept {
 
   // How many are kept, where `shared.top` holds them, in order; else 0.
   unsigned members;
+  // How often the members have told each other what a pass has found, and sent what they gathered.
+  unsigned rounds = 0, sendings = 0;
+  // Where the row is on chip, the greatest of what the thread has looked at.
+  float own_best;
+  // Whether a member may be read by another: it may not end then.
+  mutable bool reads = false;
 
   // Shared memory holds the `gathered` elements of the whole row whose keys lie in [low, high].
   unsigned low, high;
   int gathered;
 
   __device__ Kept(const Request& r, Shared<C>& shared)
-      : row(static_cast<const T*>(r.logits) + row_index() * r.row_stride, r.vocab, Team<C>::rank(), Team<C>::size()),
+      : row(static_cast<const T*>(r.logits) + row_index() * r.row_stride, r.vocab, Team<C>::rank(), Team<C>::log_size()),
         shared(shared),
         softmax(0.0f, 1.0f) {
-    // Loads that wait for nothing go out together.
-    const Sampled sampled(row);
-    limits = Truncation(r, row_index());
-    row.prefetch();
     if (threadIdx.x == 0) route_counters() = RouteCounters{0, 0, 0, 0};
-    find_cut(r.joint, sampled);
+    // Loads that wait for nothing go out together.
+    Proposal proposal;
+    if constexpr (C == 1) {
+      const Sampled sampled(row);
+      limits = Truncation(r, row_index());
+      row.prefetch();
+      proposal = propose(sampled);
+    } else {
+      if (threadIdx.x == 0) {
+        for (int i = 0; i < 3; i++) mail(i).open();
+      }
+      const bool staged = stage();
+      Team<C>::arrive();
+      Team<C>::wait();
+      limits = Truncation(r, row_index());
+      if (staged) {
+        proposal = propose_staged();
+      } else {
+        row.prefetch();
+        proposal.asks_sample = true;
+      }
+    }
+    find_cut(r.joint, proposal);
     if (r.routes && threadIdx.x == 0 && Team<C>::rank() == 0) {
       RouteCounters counters = route_counters();
       if (numbers > 0 && on_chip()) counters.route |= kHit;
@@ -328,7 +355,24 @@ struct Kept {
     }
   }
 
-  static __device__ __forceinline__ long long row_index() { return blockIdx.x / Team<C>::size(); }
+  // Of the greatest logits of parts of the row; of what a pass finds; of what it gathers.
+  static __device__ __forceinline__ Mail& mail(int kind) {
+    __shared__ Mail boxes[3];
+    return boxes[kind];
+  }
+
+  // A warp's part of the row.
+  static __device__ __forceinline__ Mail& part_mail() {
+    __shared__ Mail boxes[kWarps];
+    return boxes[threadIdx.x / 32];
+  }
+  static __device__ __forceinline__ uint4 raw(const Vector<T>& v) {
+    uint4 raw;
+    memcpy(&raw, &v, sizeof(raw));
+    return raw;
+  }
+
+  static __device__ __forceinline__ long long row_index() { return blockIdx.x >> Team<C>::log_size(); }
 
   __device__ __forceinline__ bool holds(float x, int position) const {
     const unsigned key = key_of(x);
@@ -338,6 +382,11 @@ struct Kept {
   // Whether shared memory holds the whole kept set.
   __device__ bool on_chip() const {
     return high == ~0u && (cut_end ? cut_key >= low : cut_key + 1 >= low);
+  }
+
+  // The last of every member.
+  __device__ __forceinline__ void leave() const {
+    if (C > 1 && (reads || !members)) Team<C>::sync();
   }
 
   // The number and the mass of the kept elements.
@@ -366,26 +415,78 @@ struct Kept {
   }
 
  private:
-  __device__ void find_cut(int joint, const Sampled& sampled) {
-    members = 0;
-    const Proposal proposal = propose(sampled);
-    const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
-    // Whether `numbers` is exact.
-    bool counted = limited && !proposal.gathers;
-    Part part = {0.0f, 0.0f, 0.0f};
-    if (counted) {
-      forget();
-      count_all();
-    } else {
-      part = pass(proposal, sums(joint));
-      counted = gathered && low <= kNegInfinityKey + 1;
-      if (has_nan || has_infinity || best_key <= kNegInfinityKey) count_all(), counted = true;
+  // What a proposal says: gather what reaches the threshold, or nothing. It decides the route, never
+  // the result.
+  struct Proposal {
+    float threshold;
+    bool gathers;
+    float reference;  // the greatest logit that has been seen
+    // A sample of the row may say better; or is to say, before all else.
+    bool first_guess, asks_sample;
+  };
+
+  // Sends for the slice, where all of the row fits on chip. A warp has a part to itself.
+  __device__ __forceinline__ bool stage() {
+    if constexpr (C > 1) {
+      unsigned bytes;
+      asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+      const unsigned vectors = (row.vectors() + Team<C>::size() - 1) >> Team<C>::log_size();
+      if (sizeof(Shared<C>) + vectors * sizeof(uint4) <= bytes) {
+        uint4* const copy = reinterpret_cast<uint4*>(&shared + 1);
+        const int whole = (row.shift + row.size) / Row<T>::kWidth;
+        int from, to;
+        row.part_of_warp(&from, &to);
+        // Those that stick out of the row don't go with the others.
+        const int inside = from == 0 && row.shift > 0 ? 1 : from, end = min(to, whole);
+        if (threadIdx.x % 32 == 0) {
+          part_mail().open();
+          const unsigned bytes = max(end - inside, 0) * sizeof(uint4);
+          part_mail().expect(bytes);
+          if (bytes) part_mail().fetch(copy + (inside - row.begin), row.data + row.first(inside), bytes);
+          if (from < inside && from < to) copy[from - row.begin] = raw(row.load_edge(row.data, row.first(from), row.size));
+          if (end < to) copy[end - row.begin] = raw(row.load_edge(row.data, row.first(end), row.size));
+        }
+        __syncwarp();
+        row.staged = copy;
+        return true;
+      }
     }
-    cut_key = ~0u, cut_end = 0;
-    if (numbers == 0) return;
-    softmax = Softmax(value_of(best_key), limits.temperature);
-    if (gathered && rank_top(joint, part, proposal.reference)) return;
-    if constexpr (C > 1) Team<C>::sync();  // The slices are free again.
+    return false;
+  }
+
+  __device__ void find_cut(int joint, Proposal proposal) {
+    members = 0;
+    const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
+    bool counted;  // whether `numbers` is exact
+    while (true) {
+      if constexpr (C > 1) {
+        if (proposal.asks_sample) {
+          // Else the compiler works out ahead of the loop, for every row, whatever it can of this.
+          asm volatile("" : "+r"(row.size), "+r"(row.shift), "+r"(row.begin), "+r"(row.end), "+r"(limits.top_k),
+                            "+f"(limits.top_p), "+f"(limits.min_p), "+f"(limits.temperature));
+          proposal = propose(Sampled(row));
+        }
+      }
+      Part part = {0.0f, 0.0f};
+      counted = limited && !proposal.gathers;
+      if (counted) {
+        forget();
+        count_all();
+      } else {
+        part = pass(proposal, sums(joint));
+        counted = gathered && low <= kNegInfinityKey + 1;
+        if (has_nan || has_infinity || best_key <= kNegInfinityKey) count_all(), counted = true;
+      }
+      cut_key = ~0u, cut_end = 0;
+      if (numbers == 0) return;
+      softmax = Softmax(value_of(best_key), limits.temperature);
+      if (gathered && rank_top(joint, part, proposal.reference)) return;
+      if constexpr (C == 1) break;
+      Team<C>::sync();  // The slices are free again.
+      reads = true;
+      if (!proposal.first_guess) break;
+      proposal.asks_sample = true;
+    }
 
     if (limited && numbers < limits.top_k && !counted) count_all();
     cut_key = kNegInfinityKey;
@@ -410,13 +511,68 @@ struct Kept {
     return limits.top_p < 1.0f && limits.top_k != 1 && (joint || !(limits.top_k > 0 && limits.top_k < (unsigned)row.size));
   }
 
-  // What the sample says: gather what reaches the threshold, or nothing. It decides the route, never
-  // the result.
-  struct Proposal {
-    float threshold;
-    bool gathers;
-    float reference;  // the greatest logit of the sample
-  };
+  // Part 1 where the row is on chip: as the sample's, of parts of the row.
+  __device__ Proposal propose_staged() {
+    constexpr int kGroups = 128;
+    __shared__ alignas(16) unsigned maxima[kGroups];
+    __shared__ unsigned nth_greatest;
+    const int size = Team<C>::size(), lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) nth_greatest = ~0u;
+    int from, to;
+    row.part_of_warp(&from, &to);
+    const uint4* const part = row.staged - row.begin;
+    part_mail().wait(0);
+    float own = -CUDART_INF_F;
+#pragma unroll 4
+    for (int j = from + lane; j < to; j += 32) own = max_or_nan(own, max_or_nan(TeamRow::as_vector(part[j])));
+    own_best = own;
+    // NaN is above all.
+    unsigned most = own != own ? ~0u : key_of(own);
+    // As many lanes have a part, and a warp so many parts.
+    const int lanes = kThreads * size / kGroups, log_groups = 5 + 7 - __ffs(kThreads) + 1 - Team<C>::log_size();
+    const int groups = 1 << log_groups;
+#pragma unroll 1
+    for (int d = lanes >> 1; d > 0; d >>= 1) most = max(most, __shfl_xor_sync(~0u, most, d));
+    most = __shfl_sync(~0u, most, (lane & (groups - 1)) * lanes);
+    if (threadIdx.x == 0) mail(0).expect(sizeof(maxima));
+    if (lane < size * groups) {
+      const int group = (Team<C>::rank() * kWarps + threadIdx.x / 32) * groups + (lane & (groups - 1));
+      mail(0).send(&maxima[group], most, lane >> log_groups);
+    }
+    mail(0).wait(0);
+    const uint4 four = reinterpret_cast<const uint4*>(maxima)[lane];
+    const unsigned best = __reduce_max_sync(~0u, max(max(four.x, four.y), max(four.z, four.w)));
+    if (best == ~0u) return {0.0f, false, 0.0f, false, false};
+    const float reference = value_of(best);
+    const auto above = [&](float threshold, bool guess) {
+      return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference, guess, false};
+    };
+    if (row.size <= kCandidates || reference == -CUDART_INF_F) return above(-CUDART_MAX_NORMAL_F, false);
+    const bool by_count = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
+    if (!by_count && !(limits.top_p < 1.0f)) {
+      if (!(limits.min_p > 0.0f)) return {0.0f, false, reference, false, false};
+      return above(reference + limits.temperature * (logf(limits.min_p) - 1e-3f), false);
+    }
+    if (limits.top_k == 1) return above(reference, false);
+    if (by_count && limits.top_k > kGroups) return {0.0f, false, reference, false, true};
+    // At least k reach the kth greatest. Half of the parts have about 90 that do.
+    const unsigned nth = by_count ? limits.top_k : kGroups / 2;
+    constexpr int kShare = kThreads / kGroups, kOthers = kGroups / kShare;
+    const unsigned mine = maxima[threadIdx.x / kShare];
+    const uint4* others = reinterpret_cast<const uint4*>(maxima) + threadIdx.x % kShare;
+    unsigned before = 0;
+#pragma unroll
+    for (int i = 0; i < kOthers / 4; i++) {
+      const uint4 its = others[i * kShare];
+      before += (its.x > mine) + (its.y > mine) + (its.z > mine) + (its.w > mine);
+    }
+#pragma unroll
+    for (int d = kShare / 2; d > 0; d /= 2) before += __shfl_xor_sync(~0u, before, d);
+    // The least that fewer than nth are above: equal ones are below each other.
+    if (before < nth) atomicMin(&nth_greatest, mine);
+    __syncthreads();
+    return above(value_of(nth_greatest), true);
+  }
 
   // Part 1, the sample.
   __device__ Proposal propose(const Sampled& x) {
@@ -451,14 +607,14 @@ struct Kept {
       return nth_greatest;
     };
     const auto above = [&](float threshold) {
-      return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference};
+      return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference, false, false};
     };
     // Everything above -inf fits, or may.
     if (row.size <= kCandidates || reference == -CUDART_INF_F) return above(-CUDART_MAX_NORMAL_F);
     const bool by_count = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
     const bool by_mass = limits.top_p < 1.0f;
     if (!by_count && !by_mass) {
-      if (!(limits.min_p > 0.0f)) return {0.0f, false, reference};
+      if (!(limits.min_p > 0.0f)) return {0.0f, false, reference, false, false};
       return above(reference + limits.temperature * (logf(limits.min_p) - 1e-3f));
     }
     // How many logits one of the sample stands for.
@@ -469,7 +625,7 @@ struct Kept {
       // Fewer than k reach it about once in 100,000 rows.
       nth = (int)fminf(2.0f * limits.top_k / each + 7.0f, 64.0f);
       if (nth <= 48) return above(nth_maximum(nth));
-      if (limits.top_k > kCandidates / 2) return {0.0f, false, reference};
+      if (limits.top_k > kCandidates / 2) return {0.0f, false, reference, false, false};
     } else {
       nth = (int)fminf(fmaxf(768.0f / each, 4.0f), 40.0f);
     }
@@ -518,14 +674,39 @@ struct Kept {
     }
     const float proposed = reference + mean + delta * sigma;
     // No statistics (no number in the sample, infinite ones): nothing is gathered.
-    if (!(proposed > -CUDART_INF_F)) return {0.0f, false, reference};
+    if (!(proposed > -CUDART_INF_F)) return {0.0f, false, reference, false, false};
     return above(fminf(proposed, reference));
   }
 
   struct Part {
     float best;
-    // The weights, and the weights times what their exponents come to: how far rounding may reach.
-    float sum, tilt;
+    // The weights of what is not gathered.
+    float sum;
+  };
+
+  // Notes an element that reaches the threshold. Beyond the buffer it is only counted.
+  static __device__ __forceinline__ void note(float x, int position, Elements* slice, unsigned* slots) {
+    const unsigned slot = shared_add(slots, 1);
+    if (slot < kCandidates) slice->keys[slot] = key_of(x), slice->positions[slot] = position;
+  }
+
+  // A f32 sum of weights.
+  struct Sum {
+    float sum = 0.0f, carry = 0.0f;
+
+    __device__ __forceinline__ void add(const Vector<T>& v, float threshold, float reference, float scale) {
+      float weights[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) {
+        const float x = widen(v.at[w]);
+        const float weight = exp2_approx((x - reference) * scale);
+        weights[w % 4] += x < threshold ? weight : 0.0f;
+      }
+      // With the rounding of each sum carried into the next (Kahan).
+      const float more = (weights[0] + weights[1]) + (weights[2] + weights[3]) - carry;
+      const float next = sum + more;
+      carry = (next - sum) - more, sum = next;
+    }
   };
 
   // A thread's part of the pass. By itself, with nothing by reference, so that the loop has all
@@ -533,88 +714,123 @@ struct Kept {
   template <bool kSums>
   static __device__ __noinline__ Part scan_slice(const Row<T> row, float threshold, float reference,
                                                  float scale, Elements* slice, unsigned* slots) {
-    float best = -CUDART_INF_F, sum = 0.0f, carry = 0.0f, tilt = 0.0f;
+    float best = -CUDART_INF_F;
+    Sum sum;
     row.template for_each_vector<kLight>([&](const Vector<T>& v, int first) {
-      float most = widen(v.at[0]);
-#pragma unroll
-      for (int w = 1; w < Row<T>::kWidth; w++) most = max_or_nan(most, widen(v.at[w]));
+      const float most = max_or_nan(v);
       best = max_or_nan(best, most);
-      if constexpr (kSums) {
-        float weights[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-        for (int w = 0; w < Row<T>::kWidth; w++) {
-          // 2^-200 is 0, and -inf times 0 would be NaN.
-          const float exponent = fmaxf((widen(v.at[w]) - reference) * scale, -200.0f);
-          const float weight = exp2_approx(exponent);
-          weights[w % 4] += weight, tilt += weight * fabsf(exponent);
-        }
-        // With the rounding of each sum carried into the next (Kahan).
-        const float more = (weights[0] + weights[1]) + (weights[2] + weights[3]) - carry;
-        const float next = sum + more;
-        carry = (next - sum) - more, sum = next;
-      }
+      if constexpr (kSums) sum.add(v, threshold, reference, scale);
       // NaN hides what is beside it: then the row is looked at again. A full buffer takes no more.
       if (most >= threshold && *(volatile unsigned*)slots <= kCandidates) {
 #pragma unroll
         for (int w = 0; w < Row<T>::kWidth; w++) {
           const float x = widen(v.at[w]);
-          if (x >= threshold) {
-            const unsigned slot = atomicAdd(slots, 1u);
-            if (slot < kCandidates) slice->keys[slot] = key_of(x), slice->positions[slot] = first + w;
-          }
+          if (x >= threshold) note(x, first + w, slice, slots);
         }
       }
     });
-    return {best, sum, tilt};
+    return {best, sum.sum};
   }
 
-  // Part 1, the pass: the maximum, the elements that reach the threshold, and the f32 sum of weights
-  // relative to the reference. What is rare (NaN, +inf) is only noticed.
+  // The same where the slice is on chip. What the few threads have that have seen something great, the
+  // whole warp looks at.
+  __device__ __forceinline__ Part scan_staged(float threshold, float reference, bool sums_weights, unsigned* slots) {
+    const int lane = threadIdx.x % 32;
+    int from, to;
+    row.part_of_warp(&from, &to);
+    const uint4* const part = row.staged - row.begin;
+    Sum sum;
+    if (sums_weights) {
+      const float scale = CUDART_L2E_F / limits.temperature;
+#pragma unroll 2
+      for (int j = from + lane; j < to; j += 32) sum.add(TeamRow::as_vector(part[j]), threshold, reference, scale);
+    }
+    unsigned hits = __ballot_sync(~0u, own_best >= threshold);
+#pragma unroll 1
+    for (; hits; hits &= hits - 1) {
+      constexpr int kWidth = Row<T>::kWidth;
+      const T* const elements = reinterpret_cast<const T*>(part);
+#pragma unroll 1
+      for (int j = from + __ffs(hits) - 1 + lane / kWidth * 32; j < to; j += 32 / kWidth * 32) {
+        const float x = widen(elements[(long long)j * kWidth + lane % kWidth]);
+        if (x >= threshold) note(x, row.first(j) + lane % kWidth, &shared.slice, slots);
+      }
+    }
+    return {own_best, sum.sum};
+  }
+
+  // Part 1, the pass: the maximum, the elements that reach the threshold, and the f32 sum of the
+  // others' weights relative to the reference. What is rare (NaN, +inf) is only noticed.
   __device__ Part pass(const Proposal& proposal, bool sums_weights) {
     __shared__ unsigned slots;
     __shared__ Part parts[kWarps];
-    __shared__ struct Said {
-      Part part;
-      unsigned slots;
-    } said;
     if (threadIdx.x == 0) slots = 0;
     __syncthreads();
     count_pass();
 
     const float threshold = proposal.gathers ? proposal.threshold : CUDART_INF_F;
-    Part part = sums_weights
-        ? scan_slice<true>(row, threshold, proposal.reference, CUDART_L2E_F / limits.temperature,
-                           &shared.slice, &slots)
-        : scan_slice<false>(row, threshold, 0.0f, 0.0f, &shared.slice, &slots);
+    Part part;
+    if (C > 1 && row.staged) {
+      part = scan_staged(threshold, proposal.reference, sums_weights, &slots);
+    } else {
+      Row<T> streamed(row.data, row.size, 0, 0);
+      streamed.begin = row.begin, streamed.end = row.end;
+      part = sums_weights
+          ? scan_slice<true>(streamed, threshold, proposal.reference, CUDART_L2E_F / limits.temperature,
+                             &shared.slice, &slots)
+          : scan_slice<false>(streamed, threshold, 0.0f, 0.0f, &shared.slice, &slots);
+    }
     const auto combine = [](Part a, Part b) {
-      return Part{max_or_nan(a.best, b.best), a.sum + b.sum, a.tilt + b.tilt};
+      return Part{max_or_nan(a.best, b.best), a.sum + b.sum};
     };
     part = warp_reduce(part, combine);
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
     __syncthreads();
-    part = warp_reduce<kWarps>(parts[threadIdx.x % kWarps], combine);
     unsigned total = slots;
+    if (C == 1 || threadIdx.x < 32) part = warp_reduce<kWarps>(parts[threadIdx.x % kWarps], combine);
     if constexpr (C > 1) {
-      if (threadIdx.x == 0) said = {part, slots};
-      Team<C>::sync();
-      // Lane r hears member r; then a few warps copy from each.
-      const int lane = threadIdx.x % 32, size = Team<C>::size();
-      Said its = {{-CUDART_INF_F, 0.0f, 0.0f}, 0};
-      if (lane < size) its = *Team<C>::at(&said, lane);
-      part = warp_reduce(its.part, combine);
-      total = __reduce_add_sync(~0u, its.slots);
-      if (total <= kCandidates) {
-        const int member = threadIdx.x / 32 % size;
-        const unsigned place = __reduce_add_sync(~0u, lane < member ? its.slots : 0);
-        const unsigned count = __shfl_sync(~0u, its.slots, member);
-        const Elements* slice = Team<C>::at(&shared.slice, member);
-#pragma unroll 1
-        for (unsigned i = threadIdx.x / 32 / size * 32 + lane; i < count; i += kThreads / size) {
-          shared.gathered.keys[place + i] = slice->keys[i];
-          shared.gathered.positions[place + i] = slice->positions[i];
-        }
+      // Each tells all what it has found, with the first few elements. Where all are few, nothing more
+      // is sent.
+      constexpr unsigned kFew = 32;
+      __shared__ uint4 heard[C];
+      __shared__ u64 few[C][kFew];
+      const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+      const unsigned size = Team<C>::size(), rank = Team<C>::rank();
+      if (threadIdx.x == 0) mail(1).expect(size * (sizeof(uint4) + sizeof(few[0])));
+      if (threadIdx.x < size) {
+        const uint4 said = {__float_as_uint(part.best), __float_as_uint(part.sum), total, 0};
+        mail(1).send(&heard[rank], said, threadIdx.x);
       }
-      __syncthreads();
+      static_assert(kWarps >= C, "a warp sends to each");
+      if (warp < size) {
+        const u64 element = (u64)shared.slice.keys[lane] << 32 | shared.slice.positions[lane];
+        mail(1).send(&few[rank][lane], element, warp);
+      }
+      mail(1).wait(rounds++);
+      const uint4 said = lane < size ? heard[lane] : uint4{__float_as_uint(-CUDART_INF_F), 0, 0, 0};
+      part = warp_reduce<C>(Part{__uint_as_float(said.x), __uint_as_float(said.y)}, combine);
+      part.best = __shfl_sync(~0u, part.best, 0), part.sum = __shfl_sync(~0u, part.sum, 0);
+      total = __reduce_add_sync(~0u, said.z);
+      if (__reduce_max_sync(~0u, said.z) <= kFew) {
+        const unsigned place = __reduce_add_sync(~0u, lane < warp ? said.z : 0);
+        if (warp < size && lane < __shfl_sync(~0u, said.z, warp)) {
+          const u64 element = few[warp][lane];
+          shared.gathered.keys[place + lane] = element >> 32;
+          shared.gathered.positions[place + lane] = (unsigned)element;
+        }
+        __syncthreads();
+      } else if (total <= kCandidates) {
+        if (threadIdx.x == 0) mail(2).expect(total * 2 * sizeof(unsigned));
+        const unsigned place = __reduce_add_sync(~0u, lane < rank ? said.z : 0);
+        const unsigned count = __shfl_sync(~0u, said.z, rank);
+#pragma unroll 1
+        for (unsigned i = (warp >> Team<C>::log_size()) * 32 + lane; i < count; i += kThreads >> Team<C>::log_size()) {
+          const unsigned to = warp & (size - 1);
+          mail(2).send(&shared.gathered.keys[place + i], shared.slice.keys[i], to);
+          mail(2).send(&shared.gathered.positions[place + i], shared.slice.positions[i], to);
+        }
+        mail(2).wait(sendings++);
+      }
     }
     if (threadIdx.x == 0) route_counters().gathered = total;
     if (proposal.gathers && total <= kCandidates) {
@@ -633,6 +849,7 @@ struct Kept {
   // Counts what is above -inf, and finds the first of the greatest: for rows with few numbers, NaN or
   // infinities, and where nothing was gathered.
   __device__ void count_all() {
+    reads = true;
     float best = -CUDART_INF_F;
     int position = 0;
     unsigned above = 0, flags = 0;
@@ -655,9 +872,11 @@ struct Kept {
   }
 
   // Part 2: the cut, where it lies among the best kTop. `passed` is the pass's result, its weights
-  // relative to `reference`.
+  // relative to `reference`. What takes no more than one warp, one warp does.
   __device__ bool rank_top(int joint, const Part& passed, float reference) {
     Top& top = shared.top;
+    __shared__ unsigned admitted, admitted_from;
+    __shared__ Verdict verdict;
     const bool whole_row = low <= kNegInfinityKey + 1;
     unsigned count = gathered, edge = low;
     if (threadIdx.x == 0) top.slots = 0;
@@ -671,132 +890,195 @@ struct Kept {
         atomicAdd(&top.bins[(shared.gathered.keys[i] - low) >> shift], 1u);
       }
       __syncthreads();
-      // How many bins from the top hold no more than kTop, or the first k. Every warp finds out by
-      // itself.
-      constexpr int kEach = kTopBins / 32;
-      const int lane = threadIdx.x % 32;
-      unsigned counts[kEach], inclusive = 0;
+      // How many bins from the top hold no more than kTop, or the first k.
+      if (threadIdx.x < 32) {
+        constexpr int kEach = kTopBins / 32;
+        const int lane = threadIdx.x;
+        unsigned counts[kEach], inclusive = 0;
 #pragma unroll
-      for (int b = 0; b < kEach; b++) {
-        counts[b] = top.bins[kTopBins - 1 - (lane * kEach + b)], inclusive += counts[b];
-      }
-      const unsigned own = inclusive;
+        for (int b = 0; b < kEach; b++) {
+          counts[b] = top.bins[kTopBins - 1 - (lane * kEach + b)], inclusive += counts[b];
+        }
+        const unsigned own = inclusive;
 #pragma unroll
-      for (int lanes = 1; lanes < 32; lanes *= 2) {
-        const unsigned below = __shfl_up_sync(~0u, inclusive, lanes);
-        if (lane >= lanes) inclusive += below;
-      }
-      const unsigned enough = limits.top_k > 0 ? min(limits.top_k, kTop) : kTop;
-      unsigned running = inclusive - own, admitted = 0, bins = 0;
+        for (int lanes = 1; lanes < 32; lanes *= 2) {
+          const unsigned below = __shfl_up_sync(~0u, inclusive, lanes);
+          if (lane >= lanes) inclusive += below;
+        }
+        const unsigned enough = limits.top_k > 0 ? min(limits.top_k, kTop) : kTop;
+        unsigned running = inclusive - own, fitting = 0, bins = 0;
 #pragma unroll
-      for (int b = 0; b < kEach; b++) {
-        const bool wanted = running < enough;
-        running += counts[b];
-        if (wanted && running <= kTop) bins++, admitted = running;
+        for (int b = 0; b < kEach; b++) {
+          const bool wanted = running < enough;
+          running += counts[b];
+          if (wanted && running <= kTop) bins++, fitting = running;
+        }
+        bins = __reduce_add_sync(~0u, bins), fitting = __reduce_max_sync(~0u, fitting);
+        if (lane == 0) admitted = fitting, admitted_from = low + ((kTopBins - bins) << shift);
       }
-      bins = __reduce_add_sync(~0u, bins), count = __reduce_max_sync(~0u, admitted);
+      __syncthreads();
+      count = admitted, edge = admitted_from;
       if (count == 0) return false;
-      edge = low + ((kTopBins - bins) << shift);
     }
     const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
-    if (limited && limits.top_k > count && !(whole_row && count == gathered)) return false;
+    const bool complete = whole_row && count == gathered;
+    if (limited && limits.top_k > count && !complete) return false;
+    // The mass of what is gathered and not ranked, where it matters.
+    const bool refers = sums(joint) && count < gathered;
+    Mass others = {0, 0};
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < gathered; i += kThreads) {
       const unsigned key = shared.gathered.keys[i];
+      if (key < edge && !refers) continue;
+      const u64 mass = mass_of_few(softmax, value_of(key));
       if (key >= edge) {
-        const unsigned slot = atomicAdd(&top.slots, 1u);
+        const unsigned slot = count == gathered ? i : atomicAdd(&top.slots, 1u);
         top.found[slot] = (u64)key << 32 | ~shared.gathered.positions[i];
-        top.found_mass[slot] = softmax.mass_of_few(value_of(key));
+        top.found_mass[slot] = mass;
+      } else {
+        others = others + Mass{mass, 0};
       }
     }
+    if (refers) others = block_sum<Weight>(others);
     __syncthreads();
     count_step();
     // A part of the comparisons of an element each.
     const unsigned element = threadIdx.x / kParts, part = threadIdx.x % kParts;
-    const u64 mine = element < count ? top.found[element] : ~0ull;
-    unsigned rank = 0;
-    Mass above = {0, 0};
+    if (threadIdx.x / 32 * 32 < count * kParts) {
+      const u64 mine = element < count ? top.found[element] : ~0ull;
+      unsigned rank = 0;
 #pragma unroll 4
-    for (unsigned other = part; other < count; other += kParts) {
-      const bool greater = top.found[other] > mine;
-      rank += greater, above = above + Mass{greater ? top.found_mass[other] : 0, 0};
-    }
-    above = warp_reduce<kParts>(above, AddSums()), rank = warp_reduce<kParts>(rank, AddSums());
-    if (element < count && part == 0) {
-      top.ranked[rank] = mine, top.mass[rank] = top.found_mass[element], top.above[rank] = above;
+      for (unsigned other = part; other < count; other += kParts) rank += top.found[other] > mine;
+      rank = warp_reduce<kParts>(rank, AddSums());
+      if (element < count && part == 0) top.ranked[rank] = mine, top.mass[rank] = top.found_mass[element];
     }
     __syncthreads();
-
-    // The kept are the first `kept`; `closed` where that holds whatever lies below the edge.
-    unsigned kept = limited ? min(limits.top_k, count) : count;
-    bool closed = limited || (whole_row && count == gathered);
-    const auto up_to = [&](unsigned r) { return top.above[r - 1] + Mass{top.mass[r - 1], 0}; };
-    const bool mine_ranked = threadIdx.x < count;
-    if (limits.top_p < 1.0f && limits.top_k != 1) {
-      const auto reached = [&](Mass target) {
-        return (unsigned)__syncthreads_count(mine_ranked && top.above[threadIdx.x] < target);
-      };
-      Mass whole;
-      bool exact = true;
-      if (limited && !joint) whole = up_to(kept);
-      else if (whole_row && count == gathered) whole = up_to(count);
-      else exact = false;
-      if (!exact) {
-        Mass least, most;
-        if (!bounds(passed, reference, &least, &most)) {
-          whole = mass_above(kNegInfinityKey), exact = true;
-        } else {
-          const Mass target = nucleus(limits.top_p, most);
-          const unsigned fewest = min(kept, reached(nucleus(limits.top_p, least)));
-          const unsigned ends = min(kept, reached(target));
-          if (!closed && up_to(count) < target) {
-            // Beyond the edge, or so close to it that only the exact sum tells.
-            return false;
-          }
-          if (fewest == ends) kept = ends, closed = true;
-          else whole = mass_above(kNegInfinityKey), exact = true;
-        }
-      }
-      if (exact) {
-        const Mass target = nucleus(limits.top_p, whole);
-        const unsigned ends = reached(target);
-        if (!closed && up_to(count) < target) return false;
-        kept = min(kept, ends), closed = true;
-      }
+    if (threadIdx.x < 32) {
+      add_up(count);
+      decide(&verdict, joint, count, limited, complete, passed, reference, others, nullptr);
     }
-    if (limits.min_p > 0.0f) {
-      const double bound = log((double)limits.min_p);
-      const bool enough =
-          mine_ranked && (double)softmax.exponent(value_of(top.ranked[threadIdx.x] >> 32)) >= bound;
-      const unsigned ends = __syncthreads_count(enough);
-      closed |= ends < count;
-      kept = min(kept, ends);
+    __syncthreads();
+    if (verdict.wants_exact) {
+      const Mass whole = mass_above(kNegInfinityKey);
+      if (threadIdx.x < 32) decide(&verdict, joint, count, limited, complete, passed, reference, others, &whole);
+      __syncthreads();
     }
-    if (!closed) return false;
-    members = kept;
-    cut_key = top.ranked[kept - 1] >> 32, cut_end = ~(unsigned)top.ranked[kept - 1] + 1;
+    if (!verdict.closed) return false;
+    members = verdict.kept;
+    cut_key = top.ranked[members - 1] >> 32, cut_end = ~(unsigned)top.ranked[members - 1] + 1;
     best_position = ~(unsigned)top.ranked[0];
     return true;
   }
 
-  // Bounds of the exact sum of weights, from the pass's f32 sum relative to the reference; false where
-  // there are none. In units of the last place (2^-24), relative: an exponent of the f32 sum is off by
-  // at most 4 times itself, one of the exact weights by 2; `tilt` has them all, as powers of two. A
+  // Of the ranked the first `kept` are; `closed` where that holds whatever lies below the edge.
+  struct Verdict {
+    unsigned kept;
+    bool closed, wants_exact;
+  };
+
+  // By one warp: the mass before each of the ranked.
+  __device__ __forceinline__ void add_up(unsigned count) const {
+    Top& top = shared.top;
+    constexpr int kEach = kTop / 32;
+    const unsigned lane = threadIdx.x % 32;
+    Mass before[kEach], sum = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const unsigned at = lane * kEach + i;
+      before[i] = sum, sum = sum + Mass{at < count ? top.mass[at] : 0, 0};
+    }
+    Mass inclusive = sum;
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+      const Mass below = shuffle_up(inclusive, lanes);
+      if (lane >= lanes) inclusive = inclusive + below;
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const unsigned at = lane * kEach + i;
+      if (at < count) top.above[at] = inclusive - sum + before[i];
+    }
+    __syncwarp();
+  }
+
+  // By one warp.
+  __device__ __forceinline__ void decide(Verdict* verdict, int joint, unsigned count, bool limited,
+                                         bool complete, const Part& passed, float reference,
+                                         Mass others, const Mass* exact) const {
+    const Top& top = shared.top;
+    const unsigned lane = threadIdx.x % 32;
+    // How many of the ranked, from the first on, are as `is` has it.
+    const auto how_many = [&](auto is) {
+      unsigned own = 0;
+#pragma unroll
+      for (int i = 0; i < kTop / 32; i++) {
+        const unsigned at = i * 32 + lane;
+        own += at < count && is(at);
+      }
+      return __reduce_add_sync(~0u, own);
+    };
+    const auto reached = [&](Mass target) {
+      return how_many([&](unsigned at) { return top.above[at] < target; });
+    };
+    const auto up_to = [&](unsigned r) { return top.above[r - 1] + Mass{top.mass[r - 1], 0}; };
+    unsigned kept = limited ? min(limits.top_k, count) : count;
+    bool closed = limited || complete, wants_exact = false;
+    if (limits.top_p < 1.0f && limits.top_k != 1) {
+      Mass least, most;
+      bool bounded = true;
+      if (exact) least = most = *exact;
+      else if (limited && !joint) least = most = up_to(kept);
+      else if (complete) least = most = up_to(count);
+      else bounded = bounds(passed, reference, up_to(count) + others, &least, &most);
+      if (!bounded) {
+        wants_exact = true;
+      } else {
+        const Mass target = nucleus(limits.top_p, most);
+        const unsigned ends = reached(target);
+        const bool same = !(least < most) || reached(nucleus(limits.top_p, least)) == ends;
+        if (!closed && up_to(count) < target) {
+          // Beyond the edge, or so close to it that only the exact sum tells.
+          kept = 0;
+        } else {
+          wants_exact = !same && min(kept, ends) > 1;
+          kept = min(kept, ends), closed = true;
+        }
+      }
+    }
+    if (limits.min_p > 0.0f && kept > 1) {
+      const double bound = log((double)limits.min_p);
+      const unsigned ends =
+          how_many([&](unsigned at) { return (double)softmax.exponent(value_of(top.ranked[at] >> 32)) >= bound; });
+      closed |= ends < count;
+      kept = min(kept, ends);
+    }
+    if (lane == 0) *verdict = {kept, closed && kept > 0, wants_exact};
+  }
+
+  // Bounds of the exact sum of weights: what is gathered, and the rest from the pass's f32 sum
+  // relative to the reference. False where there are none.
+  //
+  // In units of the last place (2^-24), relative: an exponent of the f32 sum is off by at most 4 times
+  // itself, one of the exact weights by 2. None in the rest is above 0, so the weights times their
+  // exponents come to at most the sum times log2(size / sum): the entropy of `size` equal ones. A
   // weight is off by 4 in the one sum and in the other, and a carried sum, with the tree that joins
-  // the threads', by 20; the rest is slack.
-  __device__ bool bounds(const Part& passed, float reference, Mass* least, Mass* most) const {
-    const double max = value_of(best_key), sum = passed.sum;
-    const double beyond = (max - (double)reference) / (double)limits.temperature;  // at least 0
-    if (!(beyond < 60.0) || !(sum > 0.0 && sum < 1e30) || !(passed.tilt < 1e30f) || !(max < 1e30) ||
-        !(reference > -1e30f)) {
+  // the threads', by 20; how far the reference is below the maximum adds 6 times that, and 8; the rest
+  // is slack. Besides, each exact weight is rounded down to a unit.
+  __device__ __forceinline__ bool bounds(const Part& passed, float reference, Mass inside, Mass* least,
+                                         Mass* most) const {
+    const float max = value_of(best_key), sum = passed.sum;
+    const float beyond = (max - reference) / limits.temperature;  // at least 0
+    if (!(beyond < 60.0f) || !(sum >= 0.0f && sum < 1e30f) || !(max < 1e30f) || !(reference > -1e30f)) {
       return false;
     }
-    constexpr double kUnit = 1.0 / (1 << 24), kLn2 = 0.6931471805599453;
-    const double tilt = 1.05 * passed.tilt / sum * kLn2;
-    const double error = kUnit * (6.0 * tilt + 2.0 * beyond + 40.0);
-    const double weights = sum * exp(-beyond);
-    *least = to_mass(weights * (1.0 - error)), *most = to_mass(weights * (1.0 + error));
+    constexpr float kUnit = 1.0f / (1 << 24), kLn2 = 0.6931472f;
+    const float tilt = sum > 0.0f ? (__log2f((float)row.size / sum) + 1.0f) * kLn2 : 0.0f;
+    const float error = kUnit * (6.0f * tilt + 8.0f * beyond + 60.0f);
+    const double weights = (double)sum * exp2_approx(-beyond * CUDART_L2E_F), either = weights * error;
+    const Mass rounded = {(u64)row.size, 0}, low = to_mass(fmax(weights - either, 0.0));
+    *least = inside + (rounded < low ? low - rounded : Mass{0, 0});
+    *most = inside + to_mass(weights + either);
     return true;
   }
 
@@ -862,18 +1144,22 @@ struct Kept {
   }
 
   template <class M>
-  __device__ __forceinline__ typename M::Sum measure(unsigned key) const;
+  static __device__ __forceinline__ typename M::Sum measure(const Softmax& softmax, unsigned key);
+  template <class M>
+  __device__ __forceinline__ typename M::Sum measure(unsigned key) const { return measure<M>(softmax, key); }
 
   template <class M>
   __device__ Found<M> search(unsigned from, unsigned to, typename M::Sum above,
                              typename M::Sum target) {
+    const unsigned* const keys = shared.gathered.keys;
+    const Softmax weights = softmax;
     return pivot_search<M>(
         gathered, from, to, above, target,
-        [&](int i, unsigned* key) {
-          *key = shared.gathered.keys[i];
+        [keys](int i, unsigned* key) {
+          *key = keys[i];
           return true;
         },
-        [&](int i) { return measure<M>(shared.gathered.keys[i]); });
+        [keys, weights](int i) { return measure<M>(weights, keys[i]); });
   }
 
   // A miss: histograms of the row narrow the range until it fits on chip, or is one key.
@@ -960,6 +1246,7 @@ struct Kept {
       return block_sum<Weight>(sum);
     }
     count_pass(kSecondPass);
+    reads = true;
     row.template for_each<kHeavy>([&](float x, int) {
       if (key_of(x) > key) sum = sum + Mass{softmax.mass(x), 0};
     });
@@ -969,7 +1256,7 @@ struct Kept {
   // Cuts to the nucleus. Before, `ties` elements at the cut's key are kept, or it is exclusive.
   __device__ void top_p(int joint, unsigned* ties) {
     const bool limited = *ties > 0;
-    const u64 each = limited ? softmax.mass_of_few(value_of(cut_key)) : 0;
+    const u64 each = limited ? mass_of_few(softmax, value_of(cut_key)) : 0;
     const Mass above = limited ? mass_above(cut_key) : Mass{0, 0};
     Mass kept = above + times(each, *ties);
     const Mass whole = limited && !joint ? kept : mass_above(kNegInfinityKey);
@@ -982,7 +1269,7 @@ struct Kept {
     }
     const Found<Weight> found = locate<Weight>(cut_key + 1, best_key, Mass{0, 0}, target);
     cut_key = found.key;
-    *ties = ties_for(target - found.above, softmax.mass_of_few(value_of(found.key)));
+    *ties = ties_for(target - found.above, mass_of_few(softmax, value_of(found.key)));
   }
 
   // The least count of elements of mass `each` that reaches `rest`; it exists below 2^32.
@@ -1013,11 +1300,13 @@ struct Kept {
   // Part 4: the position after the `nth` element with the cut's key, nth >= 1.
   __device__ unsigned position_of_tie(unsigned nth) {
     if (cut_key >= low && cut_key <= high && gathered) {
+      const Elements* const elements = &shared.gathered;
+      const unsigned cut = cut_key;
       const Found<Count> found = pivot_search<Count>(
           gathered, 0u, ~0u, 0u, nth,
-          [&](int i, unsigned* key) {
-            *key = ~shared.gathered.positions[i];
-            return shared.gathered.keys[i] == cut_key;
+          [elements, cut](int i, unsigned* key) {
+            *key = ~elements->positions[i];
+            return elements->keys[i] == cut;
           },
           [](int) { return 1u; });
       return ~found.key + 1;
@@ -1063,9 +1352,9 @@ struct Kept {
 
 template <class T, int C>
 template <class M>
-__device__ __forceinline__ typename M::Sum Kept<T, C>::measure(unsigned key) const {
+__device__ __forceinline__ typename M::Sum Kept<T, C>::measure(const Softmax& softmax, unsigned key) {
   if constexpr (sizeof(typename M::Sum) == sizeof(unsigned)) return 1u;
-  else return Mass{softmax.mass_of_few(value_of(key)), 0};
+  else return Mass{mass_of_few(softmax, value_of(key)), 0};
 }
 
 template <class T, int C>

@@ -46,6 +46,7 @@ macro_rules! module {
 pub(crate) struct Family {
     name: &'static str,
     sm80: [Module; 3],
+    sm80_wide: [Module; 3],
     sm90: [Module; 3],
 }
 
@@ -55,6 +56,11 @@ pub(crate) const MASK: Family = Family {
         module!(SM80_F32_MASK),
         module!(SM80_F16_MASK),
         module!(SM80_BF16_MASK),
+    ],
+    sm80_wide: [
+        module!(SM80_F32_MASK_WIDE),
+        module!(SM80_F16_MASK_WIDE),
+        module!(SM80_BF16_MASK_WIDE),
     ],
     sm90: [
         module!(SM90_F32_MASK),
@@ -69,6 +75,11 @@ pub(crate) const CANDIDATES: Family = Family {
         module!(SM80_F16_CANDIDATES),
         module!(SM80_BF16_CANDIDATES),
     ],
+    sm80_wide: [
+        module!(SM80_F32_CANDIDATES_WIDE),
+        module!(SM80_F16_CANDIDATES_WIDE),
+        module!(SM80_BF16_CANDIDATES_WIDE),
+    ],
     sm90: [
         module!(SM90_F32_CANDIDATES),
         module!(SM90_F16_CANDIDATES),
@@ -81,6 +92,11 @@ pub(crate) const SAMPLE: Family = Family {
         module!(SM80_F32_SAMPLE),
         module!(SM80_F16_SAMPLE),
         module!(SM80_BF16_SAMPLE),
+    ],
+    sm80_wide: [
+        module!(SM80_F32_SAMPLE_WIDE),
+        module!(SM80_F16_SAMPLE_WIDE),
+        module!(SM80_BF16_SAMPLE_WIDE),
     ],
     sm90: [
         module!(SM90_F32_SAMPLE),
@@ -101,6 +117,7 @@ impl Family {
     ) -> Result<Kernel> {
         let modules = match form {
             Form::Sm80 => self.sm80,
+            Form::Sm80Wide => self.sm80_wide,
             Form::Sm90 => self.sm90,
         };
         let [f32, f16, bf16] = modules;
@@ -120,11 +137,20 @@ impl Family {
 /// A form that kernels are compiled in. Results do not depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
-    /// One block a row, on any device of compute capability 8.0 or later.
+    /// One small block a row, several on a multiprocessor, on any device of compute capability 8.0 or
+    /// later.
     Sm80,
-    /// A thread-block cluster a row, of 2, 4 or 8 blocks, on devices of compute capability 9.0. By
-    /// default it serves batches of no more rows than the device has multiprocessors.
+    /// One block a row that fills a multiprocessor, likewise. By default it serves batches of no more
+    /// rows than the device has multiprocessors.
+    Sm80Wide,
+    /// A thread-block cluster a row, of 2, 4 or 8 blocks that hold it on chip, on devices of compute
+    /// capability 9.0. By default it serves the smallest batches.
     Sm90,
+}
+
+impl Form {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Sm80, Self::Sm80Wide, Self::Sm90];
 }
 
 thread_local! {
@@ -149,24 +175,88 @@ fn runs_sm90(device: &CudaDevice) -> Result<bool> {
     Ok(capability == (9, 0))
 }
 
-/// The form to launch in, and how many blocks it gives each row: of what a cluster holds on every
-/// device, as many as run at once, two on a multiprocessor.
-pub(crate) fn form(device: &CudaDevice, rows: usize) -> Result<(Form, u32)> {
-    if !runs_sm90(device)? {
-        return Ok((Form::Sm80, 1));
-    }
+/// What a block of a form takes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Demand {
+    pub threads: u32,
+    /// Dynamic shared memory, without a copy of a part of the row.
+    pub shared_bytes: u32,
+}
+
+/// The form to launch in, and how: a block a row, or a cluster. `demand` is a form's, and
+/// `slice_bytes` tells how many bytes of a row each of so many blocks would hold.
+///
+/// What is fastest on an H200: the largest cluster that holds a row on chip as long as all run at
+/// once, each block on a multiprocessor of its own, then a large block, then small ones. A cluster's
+/// multiprocessors lie in one of the device's 8 groups of 16 or so, which don't divide evenly: hence
+/// three quarters of them.
+pub(crate) fn teams(
+    device: &CudaDevice,
+    rows: usize,
+    demand: impl Fn(Form) -> Demand,
+    slice_bytes: impl Fn(u32) -> u64,
+) -> Result<(Form, Teams)> {
     let stream = device.cuda_stream();
-    let multiprocessors = stream
-        .context()
-        .attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
-        .w()?;
-    let fitting = [8, 4, 2]
-        .into_iter()
-        .find(|&blocks| rows * blocks <= 2 * multiprocessors as usize);
-    Ok(match (FORCED.get(), fitting) {
-        (Some(Form::Sm80), _) | (None, None) => (Form::Sm80, 1),
-        (_, blocks) => (Form::Sm90, blocks.unwrap_or(2) as u32),
-    })
+    let attribute = |attribute| stream.context().attribute(attribute).w();
+    let multiprocessors =
+        attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+    let forced = FORCED.get();
+    if forced.is_none_or(|form| form == Form::Sm90) && runs_sm90(device)? {
+        let most =
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u64;
+        // What the kernels declare beside their dynamic shared memory is less.
+        const STATIC_BYTES: u64 = 8 << 10;
+        let Demand {
+            threads,
+            shared_bytes,
+        } = demand(Form::Sm90);
+        if let Ok(b) = std::env::var("TUNE") {
+            let b: i32 = b.parse().unwrap();
+            if b != 0 {
+                let copy = if b > 0 { slice_bytes(b as u32) as u32 } else { 0 };
+                return Ok((Form::Sm90, Teams { rows: rows as u32, blocks: b.unsigned_abs(), threads, shared_bytes: shared_bytes + copy }));
+            }
+        }
+        let fits = |blocks| shared_bytes as u64 + STATIC_BYTES + slice_bytes(blocks) <= most;
+        let room = |blocks: u32| rows * blocks as usize <= multiprocessors / 4 * 3;
+        let on_chip = [8, 4, 2]
+            .into_iter()
+            .find(|&blocks| room(blocks) && fits(blocks));
+        let blocks = match (on_chip, forced) {
+            (None, Some(_)) => Some([8, 4, 2].into_iter().find(|&b| room(b)).unwrap_or(2)),
+            // A row that no cluster holds is shared all the same, where one would fill no more than
+            // a fraction of the device by itself.
+            (None, None) if !fits(8) && room(8) => Some(8),
+            (on_chip, _) => on_chip,
+        };
+        if let Some(blocks) = blocks {
+            let copy = if fits(blocks) { slice_bytes(blocks) as u32 } else { 0 };
+            let teams = Teams {
+                rows: rows as u32,
+                blocks,
+                threads,
+                shared_bytes: shared_bytes + copy,
+            };
+            return Ok((Form::Sm90, teams));
+        }
+    }
+    let form = match forced {
+        Some(Form::Sm80) => Form::Sm80,
+        Some(Form::Sm80Wide) => Form::Sm80Wide,
+        _ if rows <= multiprocessors => Form::Sm80Wide,
+        _ => Form::Sm80,
+    };
+    let Demand {
+        threads,
+        shared_bytes,
+    } = demand(form);
+    let teams = Teams {
+        rows: rows as u32,
+        blocks: 1,
+        threads,
+        shared_bytes,
+    };
+    Ok((form, teams))
 }
 
 /// A kernel, ready to be launched on its device's stream.
@@ -241,8 +331,8 @@ impl Module {
         let function = device
             .get_or_load_custom_func(name, self.name, self.ptx)?
             .into_cuda_function();
-        // What a kernel gets without being asked for.
-        const GRANTED: u32 = 48 * 1024;
+        // What a kernel gets without being asked for is 48 KB, its static part included.
+        const GRANTED: u32 = 40 * 1024;
         if shared_bytes > GRANTED {
             function
                 .set_attribute(
@@ -272,9 +362,10 @@ pub fn preload(device: &Device, dtype: DType) -> Result<()> {
     };
     let sm90 = runs_sm90(device)?;
     for family in [MASK, CANDIDATES, SAMPLE] {
-        family.kernel(device, dtype, Form::Sm80, 0)?;
-        if sm90 {
-            family.kernel(device, dtype, Form::Sm90, 0)?;
+        for form in Form::ALL {
+            if form != Form::Sm90 || sm90 {
+                family.kernel(device, dtype, form, 0)?;
+            }
         }
     }
     REPEAT_PENALTY.kernel(device, "repeat_penalty", 0)?;

@@ -3,7 +3,9 @@
 use super::cpu::Drawn;
 use super::sample::{self, Draw, DrawOperand};
 use super::truncation::{row_and_column, Mass, Operand, Rows, Truncation, PACKED};
-use crate::cuda::{self, Family, Form, Kernel, Teams, CANDIDATES, MASK, REPEAT_PENALTY, SAMPLE};
+use crate::cuda::{
+    self, Demand, Family, Form, Kernel, Teams, CANDIDATES, MASK, REPEAT_PENALTY, SAMPLE,
+};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus;
 use candle_core::cuda_backend::cudarc::driver::{
@@ -15,19 +17,15 @@ use candle_core::{bail, CudaDevice, CudaStorage, DType, Result, Shape, Storage, 
 use half::{bf16, f16};
 use std::ffi::c_void;
 
-/// Threads of a block: `kThreads` in the kernel's file.
-fn threads(form: Form) -> u32 {
-    match form {
-        Form::Sm80 => 256,
-        Form::Sm90 => 512,
-    }
-}
-
-/// `sizeof(Shared<C>)` in `kernels/sampling/truncate.cuh`.
-fn shared_bytes(form: Form) -> u32 {
-    match form {
-        Form::Sm80 => 7184 + (32 << 10),
-        Form::Sm90 => 7184 + (64 << 10),
+/// `kThreads` in a kernel's file, and `sizeof(Shared)` in `kernels/sampling/truncate.cuh`.
+fn demand(form: Form) -> Demand {
+    Demand {
+        threads: match form {
+            Form::Sm80 => 256,
+            Form::Sm80Wide => 1024,
+            Form::Sm90 => 512,
+        },
+        shared_bytes: 7184 + (32 << 10),
     }
 }
 
@@ -38,15 +36,12 @@ fn kernel(
     dtype: DType,
     rows: &Rows,
 ) -> Result<(Kernel, Teams)> {
-    let (form, blocks) = cuda::form(device, rows.batch)?;
-    let shared_bytes = shared_bytes(form);
-    let kernel = family.kernel(device, dtype, form, shared_bytes)?;
-    let teams = Teams {
-        rows: rows.batch as u32,
-        blocks,
-        threads: threads(form),
-        shared_bytes,
-    };
+    // By vectors of 16 bytes, wherever the row starts between two.
+    let width = 16 / dtype.size_in_bytes();
+    let vectors = (rows.vocab + 2 * (width - 1)) / width;
+    let slice_bytes = |blocks: u32| vectors.div_ceil(blocks as usize) as u64 * 16;
+    let (form, teams) = cuda::teams(device, rows.batch, demand, slice_bytes)?;
+    let kernel = family.kernel(device, dtype, form, teams.shared_bytes)?;
     Ok((kernel, teams))
 }
 

@@ -49,7 +49,7 @@ pub fn check_batch<T: Float>(batch: &Batch, mass: Mass, device: &Device, what: &
     if device.is_cuda() {
         use candle_topk::cuda::{with_form, Form};
         let want = Results::<T>::of(batch, mass, &Device::Cpu)?;
-        for form in [Form::Sm80, Form::Sm90] {
+        for form in Form::ALL {
             let got = with_form(form, || Results::<T>::of(batch, mass, device))?;
             got.check(&want, &format!("{what}, {:?}, {form:?}", T::DTYPE));
         }

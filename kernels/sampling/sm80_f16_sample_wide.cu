@@ -1,0 +1,8 @@
+// One large block a row, for batches that leave it a multiprocessor.
+constexpr int kThreads = 1024, kCandidates = 4096;
+#include "sample.cuh"
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    sample(const Request request, const DrawSource draws, const SampleOutputs out) {
+  sample<__half, 1>(request, draws, out);
+}
