@@ -53,15 +53,8 @@ __device__ __forceinline__ Mass to_mass(double weights) {
   return {(u64)(units - high * kTwo64), (u64)high};
 }
 
-// The logarithm of a mass above 0, as a sum of weights. That of its fraction, in [1, 2), is an f32's
-// within a unit in the last place.
-__device__ __forceinline__ double log_mass(Mass m) {
-  const double units = raw_double(m);
-  const long long bits = __double_as_longlong(units);
-  const int exponent = (int)(bits >> 52) - 1023;
-  const double fraction = __longlong_as_double((bits & 0xfffffffffffffll) | 0x3ff0000000000000ll);
-  return (double)logf((float)fraction) + (exponent - 62) * 0.6931471805599453;
-}
+// The logarithm of a mass above 0, as a sum of weights.
+__device__ __forceinline__ double log_mass(Mass m) { return log(raw_double(m) / 4611686018427387904.0); }
 
 // The least mass that is not below p times `total`.
 __device__ __forceinline__ Mass nucleus(float p, Mass total) {

@@ -334,6 +334,7 @@ struct Kept {
     } else {
       if (threadIdx.x == 0) {
         for (int i = 0; i < 3; i++) mail(i).open();
+        nth_greatest() = ~0u;
       }
       const bool staged = stage();
       Team<C>::arrive();
@@ -359,6 +360,12 @@ struct Kept {
   static __device__ __forceinline__ Mail& mail(int kind) {
     __shared__ Mail boxes[3];
     return boxes[kind];
+  }
+
+  // Of the parts' greatest logits, the least that is proposed.
+  static __device__ __forceinline__ unsigned& nth_greatest() {
+    __shared__ unsigned key;
+    return key;
   }
 
   // A warp's part of the row.
@@ -444,7 +451,7 @@ struct Kept {
           part_mail().expect(bytes);
           if (bytes) part_mail().fetch(copy + (inside - row.begin), row.data + row.first(inside), bytes);
           if (from < inside && from < to) copy[from - row.begin] = raw(row.load_edge(row.data, row.first(from), row.size));
-          if (end < to) copy[end - row.begin] = raw(row.load_edge(row.data, row.first(end), row.size));
+          if (from < to && end < to) copy[end - row.begin] = raw(row.load_edge(row.data, row.first(end), row.size));
         }
         __syncwarp();
         row.staged = copy;
@@ -515,9 +522,7 @@ struct Kept {
   __device__ Proposal propose_staged() {
     constexpr int kGroups = 128;
     __shared__ alignas(16) unsigned maxima[kGroups];
-    __shared__ unsigned nth_greatest;
     const int size = Team<C>::size(), lane = threadIdx.x % 32;
-    if (threadIdx.x == 0) nth_greatest = ~0u;
     int from, to;
     row.part_of_warp(&from, &to);
     const uint4* const part = row.staged - row.begin;
@@ -569,9 +574,9 @@ struct Kept {
 #pragma unroll
     for (int d = kShare / 2; d > 0; d /= 2) before += __shfl_xor_sync(~0u, before, d);
     // The least that fewer than nth are above: equal ones are below each other.
-    if (before < nth) atomicMin(&nth_greatest, mine);
+    if (before < nth) atomicMin(&nth_greatest(), mine);
     __syncthreads();
-    return above(value_of(nth_greatest), true);
+    return above(value_of(nth_greatest()), true);
   }
 
   // Part 1, the sample.
@@ -747,7 +752,8 @@ struct Kept {
     }
     unsigned hits = __ballot_sync(~0u, own_best >= threshold);
 #pragma unroll 1
-    for (; hits; hits &= hits - 1) {
+    // A full buffer takes no more.
+    for (; hits && *(volatile unsigned*)slots <= kCandidates; hits &= hits - 1) {
       constexpr int kWidth = Row<T>::kWidth;
       const T* const elements = reinterpret_cast<const T*>(part);
 #pragma unroll 1
@@ -1036,12 +1042,12 @@ struct Kept {
       } else {
         const Mass target = nucleus(limits.top_p, most);
         const unsigned ends = reached(target);
-        const bool same = !(least < most) || reached(nucleus(limits.top_p, least)) == ends;
+        const bool same = !(least < most) || min(kept, reached(nucleus(limits.top_p, least))) == min(kept, ends);
         if (!closed && up_to(count) < target) {
           // Beyond the edge, or so close to it that only the exact sum tells.
           kept = 0;
         } else {
-          wants_exact = !same && min(kept, ends) > 1;
+          wants_exact = !same;
           kept = min(kept, ends), closed = true;
         }
       }

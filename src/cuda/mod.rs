@@ -198,8 +198,7 @@ pub(crate) fn teams(
 ) -> Result<(Form, Teams)> {
     let stream = device.cuda_stream();
     let attribute = |attribute| stream.context().attribute(attribute).w();
-    let multiprocessors =
-        attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+    let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
     let forced = FORCED.get();
     if forced.is_none_or(|form| form == Form::Sm90) && runs_sm90(device)? {
         let most =
@@ -210,13 +209,6 @@ pub(crate) fn teams(
             threads,
             shared_bytes,
         } = demand(Form::Sm90);
-        if let Ok(b) = std::env::var("TUNE") {
-            let b: i32 = b.parse().unwrap();
-            if b != 0 {
-                let copy = if b > 0 { slice_bytes(b as u32) as u32 } else { 0 };
-                return Ok((Form::Sm90, Teams { rows: rows as u32, blocks: b.unsigned_abs(), threads, shared_bytes: shared_bytes + copy }));
-            }
-        }
         let fits = |blocks| shared_bytes as u64 + STATIC_BYTES + slice_bytes(blocks) <= most;
         let room = |blocks: u32| rows * blocks as usize <= multiprocessors / 4 * 3;
         let on_chip = [8, 4, 2]
@@ -230,7 +222,11 @@ pub(crate) fn teams(
             (on_chip, _) => on_chip,
         };
         if let Some(blocks) = blocks {
-            let copy = if fits(blocks) { slice_bytes(blocks) as u32 } else { 0 };
+            let copy = if fits(blocks) {
+                slice_bytes(blocks) as u32
+            } else {
+                0
+            };
             let teams = Teams {
                 rows: rows as u32,
                 blocks,
@@ -326,18 +322,27 @@ impl Kernel {
 }
 
 impl Module {
-    /// The kernel `name`, with this much dynamic shared memory allowed.
+    /// The kernel `name`, with this much dynamic shared memory allowed and perhaps more.
     pub fn kernel(&self, device: &CudaDevice, name: &str, shared_bytes: u32) -> Result<Kernel> {
         let function = device
             .get_or_load_custom_func(name, self.name, self.ptx)?
             .into_cuda_function();
-        // What a kernel gets without being asked for is 48 KB, its static part included.
+        // What a kernel gets without being asked for is 48 KB, its static part included. Where it needs
+        // more it is allowed all there is: a limit of each launch's own would be another thread's too.
         const GRANTED: u32 = 40 * 1024;
         if shared_bytes > GRANTED {
+            let stream = device.cuda_stream();
+            let most = stream
+                .context()
+                .attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+                .w()?;
+            let own = function
+                .get_attribute(FunctionAttribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
+                .w()?;
             function
                 .set_attribute(
                     FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    shared_bytes as i32,
+                    most - own,
                 )
                 .w()?;
         }
