@@ -186,10 +186,10 @@ pub(crate) struct Demand {
 /// The form to launch in, and how: a block a row, or a cluster. `demand` is a form's, and
 /// `slice_bytes` tells how many bytes of a row each of so many blocks would hold.
 ///
-/// What is fastest on an H200: the largest cluster that holds a row on chip as long as all run at
-/// once, each block on a multiprocessor of its own, then a large block, then small ones. A cluster's
-/// multiprocessors lie in one of the device's 8 groups of 16 or so, which don't divide evenly: hence
-/// three quarters of them.
+/// What is fastest on an H200: the largest cluster whose blocks all run at once, each on a
+/// multiprocessor of its own, one that holds the row on chip before one that doesn't; then a large
+/// block, then small ones. A cluster's multiprocessors lie in one of the device's 8 groups of 16 or
+/// so, which don't divide evenly: hence three quarters of them.
 pub(crate) fn teams(
     device: &CudaDevice,
     rows: usize,
@@ -211,16 +211,12 @@ pub(crate) fn teams(
         } = demand(Form::Sm90);
         let fits = |blocks| shared_bytes as u64 + STATIC_BYTES + slice_bytes(blocks) <= most;
         let room = |blocks: u32| rows * blocks as usize <= multiprocessors / 4 * 3;
-        let on_chip = [8, 4, 2]
+        let sizes = [8, 4, 2];
+        let on_chip = sizes
             .into_iter()
             .find(|&blocks| room(blocks) && fits(blocks));
-        let blocks = match (on_chip, forced) {
-            (None, Some(_)) => Some([8, 4, 2].into_iter().find(|&b| room(b)).unwrap_or(2)),
-            // A row that no cluster holds is shared all the same, where one would fill no more than
-            // a fraction of the device by itself.
-            (None, None) if !fits(8) && room(8) => Some(8),
-            (on_chip, _) => on_chip,
-        };
+        let streaming = || sizes.into_iter().find(|&blocks| room(blocks));
+        let blocks = on_chip.or_else(streaming).or(forced.map(|_| 2));
         if let Some(blocks) = blocks {
             let copy = if fits(blocks) {
                 slice_bytes(blocks) as u32
