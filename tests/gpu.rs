@@ -145,21 +145,23 @@ fn special_rows() -> Result<()> {
     Ok(())
 }
 
-/// Fresh rows with fresh parameters.
-#[test]
-#[ignore = "needs a CUDA GPU"]
-fn random_rows() -> Result<()> {
+/// Fresh rows with fresh parameters: `rounds` batches of `rows`, of widths that `vocab` gives.
+fn random_batches(
+    rounds: usize,
+    rows: usize,
+    vocab: impl Fn(usize, &mut rand::rngs::StdRng) -> usize,
+) -> Result<()> {
     let device = &gpu()?;
     let seed = rand::random::<u32>() as u64;
     println!("seed {seed}");
     let mut rng = rng(seed);
-    for round in 0..40 {
-        let vocab = [rng.random_range(1..3000), rng.random_range(8000..60000)][round % 2];
+    for round in 0..rounds {
+        let vocab = vocab(round, &mut rng);
         let mut batch = Batch {
             rows: vec![],
             params: vec![],
         };
-        for _ in 0..64 {
+        for _ in 0..rows {
             batch.rows.push(logits(
                 LAWS[rng.random_range(0..LAWS.len())],
                 vocab,
@@ -175,9 +177,25 @@ fn random_rows() -> Result<()> {
             });
         }
         let mass = [Mass::Joint, Mass::Renormalized][round / 2 % 2];
-        cases::check_batch::<f32>(&batch, mass, device, &format!("seed {seed}, round {round}"))?;
+        let what = format!("seed {seed}, round {round}");
+        cases::check_batch::<f32>(&batch, mass, &Device::Cpu, &what)?;
+        cases::check_batch::<f32>(&batch, mass, device, &what)?;
     }
     Ok(())
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn random_rows() -> Result<()> {
+    random_batches(40, 64, |round, rng| {
+        [rng.random_range(1..3000), rng.random_range(8000..60000)][round % 2]
+    })
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn hundred_thousand_random_rows() -> Result<()> {
+    random_batches(100, 1000, |_, rng| rng.random_range(1..2500))
 }
 
 /// The same bits from two runs and from the CPU, for tokens of every law and route.
