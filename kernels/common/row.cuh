@@ -180,12 +180,20 @@ struct Row {
   }
 
   // f(logit, position) for every element of the slice once, and with -inf for the few positions
-  // outside the row that its outer vectors hold.
-  template <int kDepth, class F>
+  // outside the row that its outer vectors hold. For a pass that computes: one vector ahead, and one
+  // copy of f in the code.
+  template <class F>
   __device__ __forceinline__ void for_each(F f) const {
-    for_each_vector<kDepth>([&](const Vector<T>& v, int first) {
+    int j = begin + threadIdx.x;
+    Vector<T> v;
+    if (j < end) v = load(j);
+#pragma unroll 1
+    for (; j < end; j += blockDim.x) {
+      Vector<T> next;
+      if (j + (int)blockDim.x < end) next = load(j + blockDim.x);
 #pragma unroll
-      for (int w = 0; w < kWidth; w++) f(widen(v.at[w]), first + w);
-    });
+      for (int w = 0; w < kWidth; w++) f(widen(v.at[w]), first(j) + w);
+      v = next;
+    }
   }
 };

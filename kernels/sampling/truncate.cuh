@@ -274,8 +274,8 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
 // The truncation of one row. Every member is uniform over the team.
 template <class T, int C>
 struct Kept {
-  // Loads in flight for a pass that does little else, and for one that computes.
-  static constexpr int kLight = kThreads > 512 ? 2 : 4, kHeavy = 1;
+  // Loads in flight for the pass that does little else.
+  static constexpr int kLight = kThreads > 512 ? 2 : 4;
   typedef Row<T, (C > 1)> TeamRow;
 
   // The sample: a few vectors a thread, evenly from the row.
@@ -382,6 +382,9 @@ struct Kept {
   static __device__ __forceinline__ long long row_index() { return blockIdx.x >> Team<C>::log_size(); }
 
   __device__ __forceinline__ bool holds(float x, int position) const {
+    return holds(cut_key, cut_end, x, position);
+  }
+  static __device__ __forceinline__ bool holds(unsigned cut_key, unsigned cut_end, float x, int position) {
     const unsigned key = key_of(x);
     return key > cut_key || (key == cut_key && (unsigned)position < cut_end);
   }
@@ -394,6 +397,43 @@ struct Kept {
   // The last of every member.
   __device__ __forceinline__ void leave() const {
     if (C > 1 && (reads || !members)) Team<C>::sync();
+  }
+
+  // Passes over the slice that few rows need. By themselves, with nothing by reference: what is
+  // inlined here takes registers from all rows, and time from the driver, which compiles it.
+  struct Measures {
+    Mass mass;
+    unsigned count;
+  };
+  static __device__ __noinline__ Measures measure_kept(const TeamRow row, const Softmax softmax,
+                                                       unsigned cut_key, unsigned cut_end) {
+    Measures all = {{0, 0}, 0};
+    row.for_each([&](float x, int position) {
+      if (holds(cut_key, cut_end, x, position)) all.mass = all.mass + Mass{softmax.mass(x), 0}, all.count++;
+    });
+    return all;
+  }
+  static __device__ __noinline__ Mass slice_mass_above(const TeamRow row, const Softmax softmax, unsigned key) {
+    Mass sum = {0, 0};
+    row.for_each([&](float x, int) {
+      if (key_of(x) > key) sum = sum + Mass{softmax.mass(x), 0};
+    });
+    return sum;
+  }
+  template <class M>
+  static __device__ __noinline__ void tally_slice(const TeamRow row, const Softmax softmax, Histogram* histogram,
+                                                  unsigned from, unsigned to, int shift) {
+    row.for_each([&](float x, int) {
+      const unsigned key = key_of(x);
+      if (key >= from && key <= to) tally<M>(softmax, histogram, (key - from) >> shift, key);
+    });
+  }
+  static __device__ __noinline__ void gather_slice(const TeamRow row, unsigned from, unsigned to, Elements* slice,
+                                                   unsigned* slots) {
+    row.for_each([&](float x, int i) {
+      const unsigned key = key_of(x);
+      if (key >= from && key <= to) push(key, i, slice, slots);
+    });
   }
 
   // The number and the mass of the kept elements.
@@ -413,11 +453,9 @@ struct Kept {
       }
       *mass = block_sum<Weight>(sum), *count = block_sum<Count>(own);
     } else {
-      row.template for_each<kHeavy>([&](float x, int position) {
-        if (holds(x, position)) sum = sum + Mass{softmax.mass(x), 0}, own++;
-      });
-      *mass = team_combine<C>(block_sum<Weight>(sum), AddSums());
-      *count = team_combine<C>(block_sum<Count>(own), AddSums());
+      const Measures slice = measure_kept(row, softmax, cut_key, cut_end);
+      *mass = team_combine<C>(block_sum<Weight>(slice.mass), AddSums());
+      *count = team_combine<C>(block_sum<Count>(slice.count), AddSums());
     }
   }
 
@@ -860,7 +898,7 @@ struct Kept {
     int position = 0;
     unsigned above = 0, flags = 0;
     count_pass();
-    row.template for_each<kLight>([&](float x, int i) {
+    row.for_each([&](float x, int i) {
       if (x > best || (x == best && i < position)) best = x, position = i;
       above += x > -CUDART_INF_F;
       flags |= x != x;
@@ -1088,13 +1126,13 @@ struct Kept {
     return true;
   }
 
-  // Notes an element of the slice, if there is room.
-  __device__ __forceinline__ void push(unsigned* slots, unsigned key, int position) {
+  // Notes an element of the slice, if there is room. Of many: an addition for all that come together.
+  static __device__ __forceinline__ void push(unsigned key, int position, Elements* slice, unsigned* slots) {
     const auto group = cooperative_groups::coalesced_threads();
     unsigned slot = 0;
-    if (group.thread_rank() == 0) slot = atomicAdd(slots, group.size());
+    if (group.thread_rank() == 0) slot = shared_add(slots, group.size());
     slot = group.shfl(slot, 0) + group.thread_rank();
-    if (slot < kCandidates) shared.slice.keys[slot] = key, shared.slice.positions[slot] = position;
+    if (slot < kCandidates) slice->keys[slot] = key, slice->positions[slot] = position;
   }
 
   // Makes what the members have pushed, all elements with keys in [from, to], common to all;
@@ -1189,10 +1227,7 @@ struct Kept {
       }
       __syncthreads();
       count_step(), count_pass(kFallback);
-      row.template for_each<kHeavy>([&](float x, int) {
-        const unsigned key = key_of(x);
-        if (key >= from && key <= to) tally<M>((key - from) >> shift, key);
-      });
+      tally_slice<M>(row, softmax, &histogram, from, to, shift);
       Team<C>::sync();
       // Each thread looks at a few bins, the first thread at the uppermost.
       constexpr int kEach = kBins / kThreads;
@@ -1224,10 +1259,7 @@ struct Kept {
       }
       if (count <= kCandidates) {
         count_pass();
-        row.template for_each<kLight>([&](float x, int i) {
-          const unsigned key = key_of(x);
-          if (key >= from && key <= to) push(&slots, key, i);
-        });
+        gather_slice(row, from, to, &shared.slice, &slots);
         collect(&slots, from, to);
         return search<M>(from, to, above, target);
       }
@@ -1235,7 +1267,7 @@ struct Kept {
   }
 
   template <class M>
-  __device__ __forceinline__ void tally(unsigned bin, unsigned key);
+  static __device__ __forceinline__ void tally(const Softmax& softmax, Histogram* histogram, unsigned bin, unsigned key);
   // A bin's sum over the team.
   template <class M>
   __device__ __forceinline__ typename M::Sum tallied(int bin) const;
@@ -1253,10 +1285,7 @@ struct Kept {
     }
     count_pass(kSecondPass);
     reads = true;
-    row.template for_each<kHeavy>([&](float x, int) {
-      if (key_of(x) > key) sum = sum + Mass{softmax.mass(x), 0};
-    });
-    return team_combine<C>(block_sum<Weight>(sum), AddSums());
+    return team_combine<C>(block_sum<Weight>(slice_mass_above(row, softmax, key)), AddSums());
   }
 
   // Cuts to the nucleus. Before, `ties` elements at the cut's key are kept, or it is exclusive.
@@ -1365,16 +1394,16 @@ __device__ __forceinline__ typename M::Sum Kept<T, C>::measure(const Softmax& so
 
 template <class T, int C>
 template <class M>
-__device__ __forceinline__ void Kept<T, C>::tally(unsigned bin, unsigned key) {
-  Histogram& histogram = shared.histogram;
-  atomicAdd(&histogram.counts[bin], 1u);
+__device__ __forceinline__ void Kept<T, C>::tally(const Softmax& softmax, Histogram* histogram, unsigned bin,
+                                                  unsigned key) {
+  shared_add(&histogram->counts[bin], 1);
   if constexpr (sizeof(typename M::Sum) != sizeof(unsigned)) {
     const u64 mass = softmax.mass(value_of(key));
     const unsigned low = (unsigned)mass;
-    const unsigned carry = atomicAdd(&histogram.mass0[bin], low) > ~low;
+    const unsigned carry = shared_add(&histogram->mass0[bin], low) > ~low;
     // A mass is at most 2^62, so its upper word takes the carry.
     const unsigned high = (unsigned)(mass >> 32) + carry;
-    if (high && atomicAdd(&histogram.mass1[bin], high) > ~high) atomicAdd(&histogram.mass2[bin], 1u);
+    if (high && shared_add(&histogram->mass1[bin], high) > ~high) shared_add(&histogram->mass2[bin], 1);
   }
 }
 
