@@ -1113,11 +1113,14 @@ struct Kept {
                                          Mass* most) const {
     const float max = value_of(best_key), sum = passed.sum;
     const float beyond = (max - reference) / limits.temperature;  // at least 0
+    // At lower temperatures the pass's scale overflows: its weights are 0 where the exact ones are not.
+    if (!(limits.temperature >= 1e-38f)) return false;
     if (!(beyond < 60.0f) || !(sum >= 0.0f && sum < 1e30f) || !(max < 1e30f) || !(reference > -1e30f)) {
       return false;
     }
     constexpr float kUnit = 1.0f / (1 << 24), kLn2 = 0.6931472f;
-    const float tilt = sum > 0.0f ? (__log2f((float)row.size / sum) + 1.0f) * kLn2 : 0.0f;
+    // The quotient of the two overflows where the sum is a few of the least weights there are.
+    const float tilt = sum > 0.0f ? (__log2f((float)row.size) - __log2f(sum) + 1.0f) * kLn2 : 0.0f;
     const float error = kUnit * (6.0f * tilt + 8.0f * beyond + 60.0f);
     const double weights = (double)sum * exp2_approx(-beyond * CUDART_L2E_F), either = weights * error;
     const Mass rounded = {(u64)row.size, 0}, low = to_mass(fmax(weights - either, 0.0));
