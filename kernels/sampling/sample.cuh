@@ -186,9 +186,10 @@ __device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw, Mass* mas
 template <class T, int C>
 __device__ __forceinline__ void sample(const Request& request, const DrawSource& draws, const SampleOutputs& out) {
   extern __shared__ uint4 dynamic[];
-  // Its loads, too, go out at the beginning; of one warp, lest all wait for them at once.
+  // Its loads, too, go out at the beginning; of one warp, lest all wait for them at once, and of the
+  // member that speaks for a small set.
   DrawSource::Drawn drawn = {false, 0, 0};
-  if (threadIdx.x < 32) drawn = draws.load(Kept<T, C>::row_index());
+  if (threadIdx.x < 32 && Team<C>::rank() == 0) drawn = draws.load(Kept<T, C>::row_index());
   const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic));
   const long long b = kept.row_index();
   const unsigned held = kept.has_nan | kept.has_infinity << 1;
@@ -201,7 +202,7 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
     if (kept.cut_key == kept.best_key && kept.cut_end == kept.best_position + 1) {
       token = kept.best_position, logit = value_of(kept.best_key);  // a set of one
     } else if (kept.members) {
-      token = invert_top(kept, drawn, out.log_probs, &log, &logit);
+      if (says) token = invert_top(kept, drawn, out.log_probs, &log, &logit);
     } else if (kept.on_chip()) {
       token = invert_on_chip(kept, draws.load(b).draw(), &mass);
     } else {
@@ -223,7 +224,8 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
     }
   }
   kept.leave();
-  // Not before every member has read the step.
+  // Not before every member that reads the step has: only for a small set do they part without a
+  // barrier, and then it is read by this one alone.
   if (says && out.advance) {
     long long& step = out.advance[b * draws.counters_row + draws.counters_column];
     step = (long long)((u64)step + 1);
