@@ -143,8 +143,8 @@ pub enum Form {
     /// One block a row that fills a multiprocessor, likewise. By default it serves batches of no more
     /// rows than the device has multiprocessors.
     Sm80Wide,
-    /// A thread-block cluster a row, of 2, 4 or 8 blocks that hold it on chip, on devices of compute
-    /// capability 9.0. By default it serves the smallest batches.
+    /// A thread-block cluster a row, of 2, 4 or 8 blocks that hold it on chip where it fits, on devices
+    /// of compute capability 9.0. By default it serves the smallest batches.
     Sm90,
 }
 
