@@ -220,6 +220,12 @@ pub fn grid(vocab: usize) -> Vec<Params> {
             ..Params::NONE
         });
     }
+    // So low that 1 / T overflows: only subnormal differences count.
+    params.push(Params {
+        temperature: 1e-42,
+        p: 0.9,
+        ..Params::NONE
+    });
     for temperature in [0.0, 1e-30, 0.7, 1e30, 1e38, INF] {
         params.push(Params {
             temperature,
@@ -387,6 +393,13 @@ pub fn special_rows(vocab: usize) -> Vec<(&'static str, Vec<f32>)> {
         for i in 0..4096.min(n) {
             row[(i * 37) % n] = 4.5;
         }
+        row
+    }));
+    rows.push(("a hundred ties and one of 1e-38 of their weight", {
+        let mut row = vec![-1000.0; n];
+        let ties = 100.min(n);
+        (0..ties).for_each(|i| row[i * n / ties] = 0.0);
+        row[n - 1] = -87.2;
         row
     }));
     rows.push(("one and a tail of a millionth", {
