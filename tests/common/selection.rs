@@ -425,14 +425,14 @@ pub fn through_candle_traits(device: &Device) -> Result<()> {
         .narrow(1, 0, 1)?
         .squeeze(1)?;
     let ragged = scores.apply_op2_no_bwd(&ends, &top)?.to_vec2::<u32>()?;
-    for row in 0..m {
+    for (row, ragged) in ragged.iter().enumerate() {
         let whole = oracle(&batch.rows[row], 0, n, k);
         assert_eq!(dense.get(row)?.to_vec1::<u32>()?, whole);
         let one = scores.get(row)?.apply_op1_no_bwd(&top)?;
         assert_eq!(one.to_vec1::<u32>()?, whole);
         let mut want = oracle(&batch.rows[row], 0, batch.clamped(row).1, k);
         want.resize(k, u32::MAX);
-        assert_eq!(ragged[row], want);
+        assert_eq!(*ragged, want);
     }
     // One row, and its bounds as a scalar.
     let end = Tensor::new(100u32, device)?;
