@@ -34,6 +34,7 @@ struct Team {
       compact(shared.list, count, shared, selector.k());
       count = selector.k();
       if (threadIdx.x == 0) state->count = count;
+      reordered |= sent > 0;
     }
     const unsigned fresh = count - min(sent, count);
     if (threadIdx.x == 0) {
