@@ -34,7 +34,7 @@ pub fn ratio(value: f64) -> String {
     }
 }
 
-pub fn optional(value: Option<f64>, format: impl Fn(f64) -> String) -> String {
+pub fn optional<T>(value: Option<T>, format: impl Fn(T) -> String) -> String {
     value.map_or("-".to_string(), format)
 }
 
