@@ -31,7 +31,7 @@ use candle_topk::sampling::{
 };
 use clap::{Parser, ValueEnum};
 use common::{rng, Oracle, Params};
-use device::{host_row, median, or, us, write, Gpu, EVICTED_BYTES};
+use device::{host_row, or, us, write, Gpu, EVICTED_BYTES};
 use rand::Rng;
 use serde_json::json;
 

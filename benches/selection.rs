@@ -49,6 +49,7 @@ use candle_topk::selection::{
 };
 use clap::{Parser, ValueEnum};
 use common::rng;
+use common::selection::oracle;
 use device::{host_row, median, or, read, us, write, Gpu, EVICTED_BYTES};
 use rand::Rng;
 use scores::Scores;
@@ -710,23 +711,6 @@ fn real_rows(real: &Scores, shape: Shape) -> Result<Tensor> {
     Tensor::cat(&parts, 0)
 }
 
-/// The positions of the K best, the best first: greater scores, then lower positions, NaN last.
-fn best(row: &[f32], k: usize) -> Vec<u32> {
-    let before = |&a: &u32, &b: &u32| {
-        let (x, y) = (row[a as usize], row[b as usize]);
-        let of_numbers = y.partial_cmp(&x);
-        let order = of_numbers.unwrap_or_else(|| x.is_nan().cmp(&y.is_nan()));
-        order.then(a.cmp(&b))
-    };
-    let mut order: Vec<u32> = (0..row.len() as u32).collect();
-    if k < order.len() {
-        order.select_nth_unstable_by(k, before);
-        order.truncate(k);
-    }
-    order.sort_unstable_by(before);
-    order
-}
-
 /// What a launch has given for a row.
 struct Given {
     positions: Vec<u32>,
@@ -735,7 +719,7 @@ struct Given {
 }
 
 fn compare(cell: &Cell, row: &[f32], given: &Given) -> std::result::Result<(), String> {
-    let expected = best(row, cell.k);
+    let expected = oracle(row, 0, row.len(), cell.k);
     if given.count as usize != expected.len() {
         return Err(format!(
             "the count is {}, not {}",

@@ -1,8 +1,6 @@
 //! The ops on the CPU, against a stable sort in f64.
 
 mod common;
-#[path = "common/traces.rs"]
-mod traces;
 
 use candle_core::{Device, Result};
 use common::{cases, into, Law, LAWS};

@@ -294,4 +294,38 @@ mod tests {
             assert_eq!(next, n);
         }
     }
+
+    #[test]
+    fn a_row_is_the_weighted_sum_over_heads() -> candle_core::Result<()> {
+        let cpu = &Device::Cpu;
+        let queries = Tensor::new(&[[[1f32, 0.0], [0.0, 2.0]], [[1.0, 1.0], [-1.0, 0.0]]], cpu)?;
+        let keys = Tensor::new(&[[[1f32, 1.0]], [[-1.0, 2.0]], [[0.5, 0.0]]], cpu)?;
+        let weights = Tensor::new(&[1f32, 0.5], cpu)?;
+        let scores = Scores::new(
+            queries.to_dtype(DType::F16)?,
+            keys.to_dtype(DType::F16)?,
+            weights,
+        )?;
+        let file = std::env::temp_dir().join(format!("scores-{}.safetensors", std::process::id()));
+        scores.save(&file)?;
+        let again = Scores::load(&file, cpu)?;
+        std::fs::remove_file(&file)?;
+        assert_eq!(again.dims()?, (2, 3));
+        assert_eq!([again.length(0)?, again.length(1)?], [2, 3]);
+        let rows = again.rows(0, 2)?.to_vec2::<f32>()?;
+        assert_eq!(rows, [[1.0 + 1.0, 0.0 + 2.0, 0.5], [2.0, 1.0 + 0.5, 0.5]]);
+        assert_eq!(again.rows(1, 1)?.to_vec2::<f32>()?[0], rows[1]);
+        Ok(())
+    }
+
+    #[test]
+    fn what_does_not_fit_is_an_error() -> candle_core::Result<()> {
+        let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F16, &Device::Cpu);
+        let weights = || Tensor::zeros(3, DType::F32, &Device::Cpu);
+        assert!(Scores::new(zeros(&[2, 3, 4])?, zeros(&[5, 2, 4])?, weights()?).is_err());
+        assert!(Scores::new(zeros(&[6, 3, 4])?, zeros(&[5, 1, 4])?, weights()?).is_err());
+        assert!(Scores::new(zeros(&[2, 2, 4])?, zeros(&[5, 1, 4])?, weights()?).is_err());
+        assert!(Scores::new(zeros(&[2, 3, 4])?, zeros(&[5, 1, 4])?, weights()?).is_ok());
+        Ok(())
+    }
 }
