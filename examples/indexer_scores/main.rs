@@ -21,6 +21,8 @@
 //! queries and keys as they are, so that scores know the words alone.
 
 mod llama;
+#[path = "../../tests/common/machine.rs"]
+mod machine;
 mod scores;
 #[allow(dead_code)] // Shared with `generate`, which uses all of it.
 #[path = "../generate/source.rs"]
@@ -261,8 +263,12 @@ fn print_statistics(args: &Args, file: &Path, device: &Device) -> Result<()> {
         statistics.add(&values[..scores.length(row)?])?;
     }
     let name = file.file_name().unwrap_or_default().to_string_lossy();
+    let machine = machine::Machine::of(device);
     for mut line in statistics.lines() {
         line["scores"] = name.as_ref().into();
+        line["gpu"] = machine.gpu.as_str().into();
+        line["rev"] = machine.rev.as_str().into();
+        line["date"] = machine.date.as_str().into();
         println!("{line}");
     }
     Ok(())
