@@ -75,7 +75,7 @@ impl Source {
     }
 
     fn config(&self, files: &ModelFiles) -> Result<Config> {
-        let (interleaved, number): (bool, Box<dyn Fn(&str, &str) -> Option<f64>>) = match self {
+        match self {
             Self::Gguf(content, _) => {
                 let architecture = match content.metadata.get("general.architecture") {
                     Some(Value::String(name)) => name.as_str(),
@@ -85,13 +85,11 @@ impl Source {
                     architecture == "llama",
                     "the model's architecture is {architecture:?}, llama is accepted"
                 );
-                let number = |name: &str, _: &str| {
+                Config::of(true, |name, _| {
                     let value = content.metadata.get(&format!("llama.{name}"))?;
-                    tokenizer::to_id(value)
-                        .map(f64::from)
-                        .or_else(|| value.to_f32().ok().map(f64::from))
-                };
-                (true, Box::new(number))
+                    let whole = tokenizer::to_id(value).map(f64::from);
+                    whole.or_else(|| value.to_f32().ok().map(f64::from))
+                })
             }
             Self::Safetensors(_) => {
                 let file = files
@@ -107,14 +105,20 @@ impl Source {
                     config["rope_scaling"].is_null(),
                     "config.json scales its rotary embedding, which is not implemented here"
                 );
-                (false, Box::new(move |_, name| config[name].as_f64()))
+                Config::of(false, |_, name| config[name].as_f64())
             }
-        };
+        }
+    }
+}
+
+impl Config {
+    /// From numbers by the GGUF's and the safetensors' names.
+    fn of(interleaved: bool, number: impl Fn(&str, &str) -> Option<f64>) -> Result<Self> {
         let need = |gguf: &str, name: &str| {
             number(gguf, name).with_context(|| format!("the model's files name no {name}"))
         };
         let heads = need("attention.head_count", "num_attention_heads")? as usize;
-        let config = Config {
+        let config = Self {
             heads,
             kv_heads: number("attention.head_count_kv", "num_key_value_heads")
                 .map_or(heads, |n| n as usize),
@@ -125,7 +129,7 @@ impl Source {
             interleaved,
         };
         ensure!(
-            config.kv_heads > 0 && heads % config.kv_heads == 0,
+            config.kv_heads > 0 && heads > 0 && heads.is_multiple_of(config.kv_heads),
             "{heads} heads cannot share {} key heads in equal groups",
             config.kv_heads
         );
@@ -168,7 +172,7 @@ impl Llama {
         let table = source.get("token_embd", "embed_tokens", device)?;
         let hidden = table.dim(1)?;
         ensure!(
-            hidden % config.heads == 0 && hidden / config.heads % 2 == 0,
+            hidden.is_multiple_of(2 * config.heads),
             "a hidden size of {hidden} does not make {} heads of an even size",
             config.heads
         );

@@ -81,13 +81,14 @@ impl Scores {
         let weights = self.weights.to_vec1::<f32>()?;
         let queries = self.queries.narrow(0, first, count)?.to_dtype(DType::F32)?;
         let mut sum: Option<Tensor> = None;
+        let shared = heads / groups;
         for group in 0..groups {
             let keys = self.keys.narrow(1, group, 1)?.reshape((n, d))?;
             let keys = keys.to_dtype(DType::F32)?.t()?.contiguous()?;
-            for head in group * (heads / groups)..(group + 1) * (heads / groups) {
+            for (head, &weight) in weights.iter().enumerate().skip(group * shared).take(shared) {
                 let q = queries.narrow(1, head, 1)?.reshape((count, d))?;
                 let part = q.contiguous()?.matmul(&keys)?.relu()?;
-                let part = part.affine(weights[head] as f64, 0.0)?;
+                let part = part.affine(weight as f64, 0.0)?;
                 sum = Some(match sum {
                     Some(sum) => (sum + part)?,
                     None => part,
