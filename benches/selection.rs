@@ -43,7 +43,7 @@ mod traces;
 
 use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};
 use candle_core::cuda_backend::WrapErr;
-use candle_core::{bail, DType, Device, Result, Tensor};
+use candle_core::{bail, DType, Result, Tensor};
 use candle_topk::selection::{
     Bounds, DeviceProps, Mapping, Order, Overrides, Route, SelectionBuffers, TopK, View, Workspace,
 };
@@ -836,12 +836,14 @@ fn measure(gpu: &Gpu, cell: &Cell, input: &Input, space: &mut Workspace) -> Resu
     };
     graph.launch().w()?;
     let selected = out.selection()?;
+    let counts = selected.counts.to_vec1::<u32>()?;
     let mut mismatches = 0;
     for (row, values) in &input.rows {
-        let of = |tensor: &Tensor| tensor.get(*row)?.to_device(&Device::Cpu);
+        // A copy of its own first: a view would bring the whole batch along.
+        let of = |tensor: &Tensor| tensor.get(*row)?.force_contiguous();
         let given = Given {
             positions: of(&selected.positions)?.to_vec1()?,
-            count: of(&selected.counts)?.to_scalar()?,
+            count: counts[*row],
             values: match &selected.values {
                 Some(values) => Some(of(values)?.to_vec1()?),
                 None => None,
