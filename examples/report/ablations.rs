@@ -158,9 +158,18 @@ pub fn draw(results: &Results, plots: &mut Plots) -> Result<()> {
             ("stride", "stride", "sampling stride"),
         ] {
             let (mut times, mut recovered) = (Vec::new(), Vec::new());
-            for (n, color) in run.all(|l| l.int("n")).into_iter().zip(COLORS) {
+            let is_of = |l: &Line| l.text("ablation") == ablation;
+            let mut widths: Vec<_> = run
+                .lines
+                .iter()
+                .filter(|l| is_of(l))
+                .map(|l| l.int("n"))
+                .collect();
+            widths.sort_unstable();
+            widths.dedup();
+            for (n, color) in widths.into_iter().zip(COLORS) {
                 let lines = || {
-                    let of = move |l: &&&Line| l.text("ablation") == ablation && l.int("n") == n;
+                    let of = move |l: &&&Line| is_of(l) && l.int("n") == n;
                     run.lines.iter().filter(of)
                 };
                 let over = |l: &Line| us(l) / base_of(&run, l).map_or(f64::NAN, us);

@@ -565,15 +565,19 @@ pub fn draw(results: &Results, peers: &[Peer], plots: &mut Plots) -> Result<()> 
                 )?;
             }
         }
+        let kilo = |points: Vec<(f64, f64)>| {
+            let in_k = points.into_iter().map(|(n, us)| (n / 1024.0, us));
+            in_k.collect::<Vec<_>>()
+        };
         for m in [1, 8, 64, 256] {
             let of = |l: &Line| l.int("m") == m;
             let mut curves = vec![
-                Curve::beside("read floor", GREY, times(&of, "n", floor)),
-                Curve::main("candle-topk", COLORS[0], times(&of, "n", us)),
+                Curve::beside("read floor", GREY, kilo(times(&of, "n", floor))),
+                Curve::main("candle-topk", COLORS[0], kilo(times(&of, "n", us))),
             ];
             for (peer, color) in peers.iter().zip([COLORS[1], COLORS[2]]) {
                 let cells = peer.cells.iter().filter(|c| c.m == m);
-                let points = cells.map(|c| (c.n as f64, c.us)).collect();
+                let points = cells.map(|c| (c.n as f64 / 1024.0, c.us)).collect();
                 curves.push(Curve::beside(peer.name.clone(), color, points));
             }
             if curves[1].points.len() > 1 {
@@ -581,7 +585,7 @@ pub fn draw(results: &Results, peers: &[Peer], plots: &mut Plots) -> Result<()> 
                 plots.draw(
                     &format!("topk-m{m}"),
                     &title,
-                    Axes::logarithmic("width N", "us"),
+                    Axes::logarithmic("width N, K", "us"),
                     curves,
                 )?;
             }
