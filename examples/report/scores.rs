@@ -82,7 +82,7 @@ pub fn statistics(results: &Results) -> Vec<String> {
         ]);
     }
     out.extend(table(&["what", "median or value", "spread"], &rows));
-    out.push(String::new());
+    out.extend([String::new(), format!("{}.", run.source()), String::new()]);
     out
 }
 
