@@ -54,6 +54,7 @@ mod kernels {
         // that uses the crate carries it.
         KernelBuilder::new()
             .source_glob("kernels/bench/*.cu")
+            .watch(["kernels/bench/random.cuh"])
             .compute_cap(FORM)
             .arg("-O3")
             .arg("-std=c++17")
