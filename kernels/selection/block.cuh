@@ -6,14 +6,12 @@
 // kHeld: the block holds the row in its registers, four vectors a thread, and samples it there.
 template <class T, bool kHeld>
 __device__ void select_block(const Request& request) {
-  extern __shared__ uint4 dynamic[];
-  __shared__ State state;
-  const Shared shared(dynamic, &state, request.capacity, false);
   const long long row = blockIdx.x;
+  if constexpr (kHeld) prefetch<T>(request, row, 0, 1);
   const int start = request.start.of(row, request.width, 0);
   const int end = request.end.of(row, request.width, request.width);
-  begin(shared);
-  const Selector<T> selector(request, shared, row, start, end);
+  begin();
+  const Selector<T> selector(request, row, start, end, 1);
   const int length = selector.scores.length;
   if (is_trivial(request, length)) return selector.put_all();
 
@@ -29,11 +27,10 @@ __device__ void select_block(const Request& request) {
       proposal = selector.propose([&](auto f) { return selector.for_each_held(held, f); });
     } else {
       proposal = selector.propose([&](auto f) { return selector.for_each_sampled(f); });
-      selector.load(held, slice, threadIdx.x);
     }
-    selector.collect_primary(slice, proposal.primary, held);
+    selector.template collect_primary<kHeld>(slice, proposal.primary, held);
     if (proposal.primary > kNegInfinityKey && request.stride > 1) route = kPrimary;
-    if (state.count < request.k) route = selector.recover(slice, proposal);
+    if (state().count < request.k) route = selector.recover(slice, proposal);
   }
-  selector.finish(shared.list, state.count, route);
+  selector.finish(own_list(), state().count, route);
 }

@@ -9,17 +9,17 @@
 template <class T>
 struct Team {
   const Selector<T>& selector;
-  const Shared& shared;
+  const List received;  // of the leader
   const unsigned rank, blocks;
   State* leader;
   u64* inbox;      // the leader's
   unsigned sent;   // of the own list
 
-  __device__ Team(const Selector<T>& selector, const Shared& shared, unsigned rank, unsigned blocks)
-      : selector(selector), shared(shared), rank(rank), blocks(blocks), sent(0) {
+  __device__ Team(const Selector<T>& selector, unsigned rank, unsigned blocks)
+      : selector(selector), received{(int)selector.capacity()}, rank(rank), blocks(blocks), sent(0) {
     const auto cluster = cooperative_groups::this_cluster();
-    leader = cluster.map_shared_rank(shared.state, 0);
-    inbox = cluster.map_shared_rank(shared.inbox, 0);
+    leader = cluster.map_shared_rank(&state(), 0);
+    inbox = cluster.map_shared_rank(received.at(), 0);
   }
 
   static __device__ __forceinline__ void sync() { cooperative_groups::this_cluster().sync(); }
@@ -27,31 +27,30 @@ struct Team {
   // Sends what the list has beyond what was sent; how many candidates all members have sent. One that
   // has cut its list down, or has too many, counts as more than fit. With a barrier of the cluster.
   __device__ unsigned send(bool reordered) {
-    State* state = shared.state;
-    unsigned count = state->count;
+    unsigned count = state().count;
     if (count > kSlack) {
       __syncthreads();
-      compact(shared.list, count, shared, selector.k());
+      compact(own_list(), count, selector.k());
       count = selector.k();
-      if (threadIdx.x == 0) state->count = count;
+      if (threadIdx.x == 0) state().count = count;
       reordered |= sent > 0;
     }
     const unsigned fresh = count - min(sent, count);
     if (threadIdx.x == 0) {
-      state->sent_at = atomicAdd(&leader->inbox, reordered ? selector.capacity() + 1 : fresh);
+      state().sent_at = atomicAdd(&leader->inbox, reordered ? selector.capacity() + 1 : fresh);
       if (selector.request.routes && rank > 0) {
-        atomicAdd(&leader->gathered.admitted, state->counters.admitted);
-        atomicAdd(&leader->gathered.raised, state->counters.raised);
-        atomicAdd(&leader->gathered.read, state->counters.read);
-        state->counters = RouteCounters{0, 0, 0, 0};
+        atomicAdd(&leader->gathered.admitted, state().counters.admitted);
+        atomicAdd(&leader->gathered.raised, state().counters.raised);
+        atomicAdd(&leader->gathered.read, state().counters.read);
+        state().counters = RouteCounters{0, 0, 0, 0};
       }
     }
     __syncthreads();
-    const unsigned at = state->sent_at;
+    const unsigned at = state().sent_at;
     if (!reordered) {
 #pragma unroll 4
       for (int i = threadIdx.x; i < fresh; i += kThreads) {
-        if (at + i < selector.capacity()) inbox[at + i] = shared.list[sent + i];
+        if (at + i < selector.capacity()) inbox[at + i] = own_list()[sent + i];
       }
     }
     sent = count;
@@ -61,12 +60,11 @@ struct Team {
 
   // After the pass down to the primary cutoff found fewer than K in all.
   __device__ __noinline__ int recover(const Slice& slice, const typename Selector<T>::Proposal& proposal, unsigned* total) {
-    State* state = shared.state;
     const auto more = [&](unsigned low, unsigned high) {
-      const unsigned raised = state->counters.raised;
+      const unsigned raised = state().counters.raised;
       sync();
       selector.collect(slice, low, high);
-      *total = send(state->counters.raised != raised);
+      *total = send(state().counters.raised != raised);
     };
     unsigned low = proposal.primary;
     int route = kPrimary;
@@ -83,13 +81,13 @@ struct Team {
       unsigned sum = 0;
 #pragma unroll 1
       for (int member = 0; member < blocks; member++) {
-        sum += cooperative_groups::this_cluster().map_shared_rank(shared.histogram, member)[bin];
+        sum += cooperative_groups::this_cluster().map_shared_rank(histogram(), member)[bin];
       }
-      shared.buckets[bin] = sum;
+      buckets()[bin] = sum;
     }
     __syncthreads();
-    find_bins(shared.buckets, state, selector.k() - *total, 0);
-    more(state->found[0].bin << 21, low);
+    find_bins_in(buckets(), selector.k() - *total, 0);
+    more(state().found[0].bin << 21, low);
     return kRecovered;
   }
 
@@ -101,15 +99,15 @@ struct Team {
     if (rank == 0) {
 #pragma unroll 1
       for (int member = 0; member < blocks; member++) {
-        const unsigned count = *(volatile unsigned*)&cluster.map_shared_rank(shared.state, member)->count;
-        const u64* list = cluster.map_shared_rank(shared.list, member);
+        const unsigned count = *(volatile unsigned*)&cluster.map_shared_rank(&state(), member)->count;
+        const u64* list = cluster.map_shared_rank(own_list().at(), member);
         if (total + count > selector.capacity()) {
           __syncthreads();
-          compact(shared.inbox, total, shared, selector.k());
+          compact(received, total, selector.k());
           total = selector.k();
         }
 #pragma unroll 4
-        for (int i = threadIdx.x; i < count; i += kThreads) shared.inbox[total + i] = list[i];
+        for (int i = threadIdx.x; i < count; i += kThreads) received[total + i] = list[i];
         total += count;
       }
       __syncthreads();
@@ -120,16 +118,14 @@ struct Team {
 
 template <class T>
 __device__ void select_cluster(const Request& request) {
-  extern __shared__ uint4 dynamic[];
-  __shared__ State state;
   const auto cluster = cooperative_groups::this_cluster();
-  const Shared shared(dynamic, &state, request.capacity, true);
   const unsigned rank = cluster.block_rank(), blocks = cluster.num_blocks();
   const long long row = blockIdx.x / blocks;
+  prefetch<T>(request, row, rank, blocks);
   const int start = request.start.of(row, request.width, 0);
   const int end = request.end.of(row, request.width, request.width);
-  begin(shared);
-  const Selector<T> selector(request, shared, row, start, end);
+  begin();
+  const Selector<T> selector(request, row, start, end, 2);
   const int length = selector.scores.length;
   if (is_trivial(request, length)) {
     if (rank == 0) selector.put_all();
@@ -147,19 +143,19 @@ __device__ void select_cluster(const Request& request) {
     Vector<T> held[kDepth];
     selector.load(held, slice, slice.begin + threadIdx.x);
     proposal = selector.propose([&](auto f) { return selector.for_each_sampled(f); });
-    selector.collect_primary(slice, proposal.primary, held);
+    selector.template collect_primary<true>(slice, proposal.primary, held);
     if (proposal.primary > kNegInfinityKey && request.stride > 1) route = kPrimary;
   }
   cluster.barrier_wait();
 
-  Team<T> team(selector, shared, rank, blocks);
+  Team<T> team(selector, rank, blocks);
   unsigned total = team.send(false);
   if (total < request.k && length > request.capacity) route = team.recover(slice, proposal, &total);
   if (total > request.capacity) total = team.merge();
   // The leader's memory is read no more; the others' neither.
   cluster.barrier_arrive();
   if (rank == 0) {
-    selector.finish(shared.inbox, total, route);
+    selector.finish(team.received, total, route);
     cluster.barrier_wait();
   } else {
     cluster.barrier_wait();

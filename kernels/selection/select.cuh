@@ -116,23 +116,29 @@ struct State {
   RouteCounters gathered;  // of the row's other blocks
 };
 
-struct Shared {
-  unsigned* histogram;  // kBins
-  unsigned* buckets;    // kBins
-  u64* list;
-  u64* inbox;
-  unsigned short* sorted;
-  State* state;
+// Of this block. By name and not by pointer: through a generic address the compiler would make of every
+// atomic something slower than shared memory's own.
+__device__ __forceinline__ State& state() {
+  __shared__ State of_block;
+  return of_block;
+}
 
-  // `shared_bytes` in src/selection/plan.rs.
-  __device__ Shared(void* dynamic, State* state, int capacity, bool has_inbox) : state(state) {
-    histogram = static_cast<unsigned*>(dynamic);
-    buckets = histogram + kBins;
-    list = reinterpret_cast<u64*>(buckets + kBins);
-    inbox = has_inbox ? list + capacity : list;
-    sorted = reinterpret_cast<unsigned short*>(inbox + capacity);
+// Dynamic shared memory: `shared_bytes` in src/selection/plan.rs. Two histograms, candidates from
+// kLists on, and behind them the order of the selected.
+extern __shared__ uint4 dynamic[];
+constexpr int kLists = 2 * kBins * sizeof(unsigned);
+__device__ __forceinline__ unsigned* histogram() { return reinterpret_cast<unsigned*>(dynamic); }
+__device__ __forceinline__ unsigned* buckets() { return histogram() + kBins; }
+
+// Candidates from the one with this number on.
+struct List {
+  int first;
+  __device__ __forceinline__ u64* at() const {
+    return reinterpret_cast<u64*>(reinterpret_cast<char*>(dynamic) + kLists) + first;
   }
+  __device__ __forceinline__ u64& operator[](int i) const { return at()[i]; }
 };
+__device__ __forceinline__ List own_list() { return List{0}; }
 
 // One row's scores. `head` of them come before the first aligned vector; `vectors` are whole.
 template <class T>
@@ -200,7 +206,8 @@ struct FromTop {
   unsigned own[kOwn], before, sum;
   int top;
 
-  __device__ FromTop(const unsigned* histogram, unsigned* parts) {
+  __device__ __forceinline__ FromTop(const unsigned* histogram) {
+    unsigned* parts = state().parts;
     top = kBins - 1 - (int)threadIdx.x * kOwn;
     sum = 0;
 #pragma unroll
@@ -221,9 +228,9 @@ struct FromTop {
 
 // The bin in which the counts from the top reach `need`, and, for `deeper`, another. A bin of ~0
 // where they don't.
-__device__ __noinline__ void find_bins(const unsigned* histogram, State* state, unsigned need, unsigned deeper) {
-  if (threadIdx.x < 2) state->found[threadIdx.x] = Found{~0u, 0, 0};
-  const FromTop mine(histogram, state->parts);
+__device__ __forceinline__ void find_bins_in(const unsigned* histogram, unsigned need, unsigned deeper) {
+  if (threadIdx.x < 2) state().found[threadIdx.x] = Found{~0u, 0, 0};
+  const FromTop mine(histogram);
   const unsigned needs[2] = {need, deeper};
 #pragma unroll
   for (int n = 0; n < 2; n++) {
@@ -232,7 +239,7 @@ __device__ __noinline__ void find_bins(const unsigned* histogram, State* state, 
 #pragma unroll
       for (int i = 0; i < FromTop::kOwn; i++) {
         if (above < needs[n] && needs[n] <= above + mine.own[i]) {
-          state->found[n] = Found{(unsigned)(mine.top - i), above, mine.own[i]};
+          state().found[n] = Found{(unsigned)(mine.top - i), above, mine.own[i]};
         }
         above += mine.own[i];
       }
@@ -241,13 +248,20 @@ __device__ __noinline__ void find_bins(const unsigned* histogram, State* state, 
   __syncthreads();
 }
 
+// Of the first histogram.
+__device__ __noinline__ void find_bins(unsigned need, unsigned deeper) { find_bins_in(histogram(), need, deeper); }
+
 __device__ __forceinline__ void clear(unsigned* histogram) {
 #pragma unroll
   for (int i = threadIdx.x; i < kBins; i += kThreads) histogram[i] = 0;
 }
 
+struct Keys {
+  unsigned least, most;
+};
+
 // The least and the greatest key of the ranks from `floor` up. With a barrier.
-__device__ __noinline__ void key_range(const u64* list, int n, u64 floor, State* state, unsigned* low, unsigned* high) {
+__device__ __forceinline__ Keys key_range(List list, int n, u64 floor) {
   unsigned least = ~0u, most = 0;
 #pragma unroll 4
   for (int i = threadIdx.x; i < n; i += kThreads) {
@@ -256,33 +270,30 @@ __device__ __noinline__ void key_range(const u64* list, int n, u64 floor, State*
   }
   least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (lane == 0) state->low[warp] = least, state->high[warp] = most;
+  if (lane == 0) state().low[warp] = least, state().high[warp] = most;
   __syncthreads();
-  *low = __reduce_min_sync(~0u, lane < kWarps ? state->low[lane] : ~0u);
-  *high = __reduce_max_sync(~0u, lane < kWarps ? state->high[lane] : 0);
+  return {__reduce_min_sync(~0u, lane < kWarps ? state().low[lane] : ~0u),
+          __reduce_max_sync(~0u, lane < kWarps ? state().high[lane] : 0)};
 }
 
 // The rank of the `need`-th best of n > 0 candidates, need at most n. All threads have arrived, and
 // see the list.
-__device__ __noinline__ u64 refine(const u64* list, int n, unsigned need, const Shared& shared) {
-  State* state = shared.state;
-  unsigned* histogram = shared.histogram;
-  clear(histogram);
-  if (threadIdx.x == 0) state->slots = 0;
-  unsigned least, most;
-  key_range(list, n, 0, state, &least, &most);
-  u64 low = (u64)least << 32, high = (u64)most << 32 | ~0u;
+__device__ __noinline__ u64 refine(List list, int n, unsigned need) {
+  clear(histogram());
+  if (threadIdx.x == 0) state().slots = 0;
+  const Keys keys = key_range(list, n, 0);
+  u64 low = (u64)keys.least << 32, high = (u64)keys.most << 32 | ~0u;
   while (true) {
     const u64 width = high - low;
     const int shift = bin_shift(width);
 #pragma unroll 4
     for (int i = threadIdx.x; i < n; i += kThreads) {
       const u64 above = list[i] - low;
-      if (above <= width) atomicAdd(&histogram[above >> shift], 1);
+      if (above <= width) atomicAdd(&histogram()[above >> shift], 1);
     }
     __syncthreads();
-    find_bins(histogram, state, need, 0);
-    const Found found = state->found[0];
+    find_bins(need, 0);
+    const Found found = state().found[0];
     need -= found.above;
     low += (u64)found.bin << shift;
     high = min(high, low + ((1ull << shift) - 1));
@@ -291,30 +302,29 @@ __device__ __noinline__ u64 refine(const u64* list, int n, unsigned need, const 
 #pragma unroll 4
       for (int i = threadIdx.x; i < n; i += kThreads) {
         const u64 rank = list[i];
-        if (rank - low <= high - low) state->ranked[atomicAdd(&state->slots, 1)] = rank;
+        if (rank - low <= high - low) state().ranked[atomicAdd(&state().slots, 1)] = rank;
       }
       __syncthreads();
       const int m = found.count;
       if (threadIdx.x < m) {
-        const u64 mine = state->ranked[threadIdx.x];
+        const u64 mine = state().ranked[threadIdx.x];
         unsigned better = 0;
 #pragma unroll 4
-        for (int other = 0; other < m; other++) better += state->ranked[other] > mine;
-        if (better == need - 1) state->threshold = mine;
+        for (int other = 0; other < m; other++) better += state().ranked[other] > mine;
+        if (better == need - 1) state().threshold = mine;
       }
       __syncthreads();
-      return state->threshold;
+      return state().threshold;
     }
-    clear(histogram);
+    clear(histogram());
     __syncthreads();
   }
 }
 
 // Cuts a list of n > k candidates down to its k best, in place. The rank of the last of them.
-__device__ __noinline__ u64 compact(u64* list, int n, const Shared& shared, unsigned k) {
-  State* state = shared.state;
-  const u64 threshold = refine(list, n, k, shared);
-  if (threadIdx.x == 0) state->kept = 0, state->counters.raised++;
+__device__ __noinline__ u64 compact(List list, int n, unsigned k) {
+  const u64 threshold = refine(list, n, k);
+  if (threadIdx.x == 0) state().kept = 0, state().counters.raised++;
   __syncthreads();
 #pragma unroll 1
   for (int base = 0; base < n; base += kThreads) {
@@ -324,7 +334,7 @@ __device__ __noinline__ u64 compact(u64* list, int n, const Shared& shared, unsi
     const unsigned keeps = __ballot_sync(~0u, keep);
     const int lane = threadIdx.x % 32;
     unsigned at = 0;
-    if (lane == 0 && keeps) at = atomicAdd(&state->kept, __popc(keeps));
+    if (lane == 0 && keeps) at = atomicAdd(&state().kept, __popc(keeps));
     at = __shfl_sync(~0u, at, 0) + __popc(keeps & ((1u << lane) - 1));
     // What is kept goes to places that have all been read.
     __syncthreads();
@@ -334,20 +344,80 @@ __device__ __noinline__ u64 compact(u64* list, int n, const Shared& shared, unsi
   return threshold;
 }
 
+// Appends what reaches the cutoff of n vectors, the first of which lies in this column, until the list is
+// over-full. How many were looked at.
+template <class T, bool kHeld>
+__device__ __forceinline__ int stream_vectors(const uint4* data, int n, int column, float cut, unsigned capacity,
+                                              Vector<T> (&held)[kDepth]) {
+  constexpr int kWidth = Vector<T>::kWidth;
+  const auto load = [&](int j) {
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+      if (j + d * kThreads < n) {
+        const uint4 raw = __ldcg(data + j + d * kThreads);
+        memcpy(&held[d], &raw, sizeof(raw));
+      }
+    }
+  };
+  int j = threadIdx.x;
+  if constexpr (!kHeld) load(j);
+#pragma unroll 1
+  while (true) {
+    unsigned hits = 0;
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+      float most = widen(held[d].at[0]);
+#pragma unroll
+      for (int w = 1; w < kWidth; w++) most = fmaxf(most, widen(held[d].at[w]));
+      if (most >= cut && j + d * kThreads < n) {
+#pragma unroll
+        for (int w = 0; w < kWidth; w++) hits |= (unsigned)(widen(held[d].at[w]) >= cut) << (d * kWidth + w);
+      }
+    }
+    if (hits) {
+      unsigned at = atomicAdd(&state().count, __popc(hits));
+      if (at + __popc(hits) <= capacity) {
+#pragma unroll
+        for (int d = 0; d < kDepth; d++) {
+          if (hits >> (d * kWidth) & ((1u << kWidth) - 1)) {
+#pragma unroll
+            for (int w = 0; w < kWidth; w++) {
+              if (hits >> (d * kWidth + w) & 1) {
+                own_list()[at++] = rank_of(key_of(widen(held[d].at[w])), column + (j + d * kThreads) * kWidth + w);
+              }
+            }
+          }
+        }
+      }
+    }
+    j += kDepth * kThreads;
+    const int base = j - (int)threadIdx.x;
+    if (base >= n || *(volatile unsigned*)&state().count > capacity) return min(base, n);
+    load(j);
+  }
+}
+
+// By itself, with registers of its own.
+template <class T>
+__device__ __noinline__ int stream_all(const uint4* data, int n, int column, float cut, unsigned capacity) {
+  Vector<T> held[kDepth];
+  return stream_vectors<T, false>(data, n, column, cut, capacity, held);
+}
+
 // Everything that one block knows of its row.
 template <class T>
 struct Selector {
   static constexpr int kWidth = Vector<T>::kWidth;
   const Request& request;
-  const Shared& shared;
   const Scores<T> scores;
   const long long row;
+  const int lists;  // in shared memory: one, and another's inbox
 
-  __device__ Selector(const Request& request, const Shared& shared, long long row, int start, int end)
+  __device__ __forceinline__ Selector(const Request& request, long long row, int start, int end, int lists)
       : request(request),
-        shared(shared),
         scores(static_cast<const T*>(request.scores) + row * request.pitch, start, max(end - start, 0)),
-        row(row) {}
+        row(row),
+        lists(lists) {}
 
   __device__ __forceinline__ unsigned k() const { return request.k; }
   __device__ __forceinline__ unsigned capacity() const { return request.capacity; }
@@ -416,12 +486,12 @@ struct Selector {
   // `sample` calls f for every sampled score and gives their number. The histogram is clear.
   template <class Sample>
   __device__ __forceinline__ Proposal propose(Sample sample) const {
-    State* state = shared.state;
-    const unsigned sampled = sample([&](float x) { atomicAdd(&shared.histogram[coarse_bin(x)], 1); });
-    if (threadIdx.x == 0) state->counters.read += sampled;
-    const float fraction = (float)sampled / scores.length;
+    const unsigned sampled = sample([&](float x) { atomicAdd(&histogram()[coarse_bin(x)], 1); });
+    if (threadIdx.x == 0) state().counters.read += sampled;
+    // Approximate operations will do, alike in all blocks of a row.
+    const float fraction = __fdividef(sampled, scores.length);
     const float expected = fraction * k();
-    const float deviation = sqrtf(expected * (1.0f - fraction));
+    const float deviation = __fsqrt_rn(expected * (1.0f - fraction));
     float aim = request.margin * expected;
     if (request.margin == 0.0f) {
       aim = expected;
@@ -430,8 +500,8 @@ struct Selector {
     const unsigned need = max(1u, (unsigned)ceilf(aim));
     const unsigned deeper = max(need + 1, (unsigned)ceilf(aim + 3.0f * deviation + 2.0f));
     __syncthreads();
-    find_bins(shared.histogram, state, need, deeper);
-    const Found first = state->found[0], second = state->found[1];
+    find_bins(need, deeper);
+    const Found first = state().found[0], second = state().found[1];
     const bool exact = request.stride == 1;
     if (first.bin != ~0u && first.count * 4 >= sampled && !exact) {
       return propose_within(first, sampled, need, deeper);
@@ -448,7 +518,7 @@ struct Selector {
     if (found.bin <= 31 || !(high < CUDART_INF_F)) return found.bin <= 31 ? 0 : key_of(low);
     // Rounding takes values from a little below.
     if (whole) return key_of(low - (high - low) * (1.0f / 32));
-    return key_of(high - (high - low) * ((float)(need - found.above) / found.count));
+    return key_of(high - (high - low) * __fdividef(need - found.above, found.count));
   }
 
   // Where a bin holds a quarter of the sample, its keys are looked at more closely.
@@ -460,19 +530,19 @@ struct Selector {
     const unsigned low = key_of(next < CUDART_INF_F ? edge - (next - edge) * (1.0f / 32) : edge);
     const unsigned high = key_of(next < CUDART_INF_F ? next : CUDART_INF_F);
     const int shift = bin_shift((u64)(high - low));
-    clear(shared.histogram);
+    clear(histogram());
     __syncthreads();
     const unsigned again = for_each_sampled([&](float x) {
       const unsigned key = key_of(x);
-      if (key >= low) atomicAdd(&shared.histogram[min((key - low) >> shift, kBins - 1)], 1);
+      if (key >= low) atomicAdd(&histogram()[min((key - low) >> shift, kBins - 1)], 1);
     });
-    if (threadIdx.x == 0) shared.state->counters.read += again;
+    if (threadIdx.x == 0) state().counters.read += again;
     __syncthreads();
     // This sample may be smaller.
-    const float ratio = (float)again / sampled;
-    find_bins(shared.histogram, shared.state, max(1u, (unsigned)ceilf(need * ratio)),
+    const float ratio = __fdividef(again, sampled);
+    find_bins(max(1u, (unsigned)ceilf(need * ratio)),
               max(1u, (unsigned)ceilf(deeper * ratio)));
-    const Found inner = shared.state->found[0], deep = shared.state->found[1];
+    const Found inner = state().found[0], deep = state().found[1];
     if (inner.bin != ~0u) proposal.primary = low + (inner.bin << shift);
     if (deep.bin != ~0u) proposal.secondary = low + (deep.bin << shift);
     return proposal;
@@ -500,51 +570,25 @@ struct Selector {
   }
 
   __device__ __forceinline__ void append(unsigned at, float x, int column) const {
-    if (at < capacity()) shared.list[at] = rank_of(key_of(x), column);
+    if (at < capacity()) own_list()[at] = rank_of(key_of(x), column);
   }
 
-  // Appends what reaches the cutoff, a number, in no order; ends early once the list is over-full. The
-  // first vectors are held already. With a barrier.
+  // Appends what reaches the cutoff, a number, in no order; ends early once the list is over-full. Held
+  // vectors are the first; others are loaded here. With a barrier.
+  template <bool kHeld>
   __device__ __forceinline__ void stream(const Slice& slice, float cut, Vector<T> (&held)[kDepth]) const {
-    State* state = shared.state;
     ends(slice, [&](float x, int column) {
-      if (x >= cut) append(atomicAdd(&state->count, 1), x, column);
+      if (x >= cut) append(atomicAdd(&state().count, 1), x, column);
     });
-    int base = slice.begin;
-#pragma unroll 1
-    while (base < slice.end) {
-      const int j = base + threadIdx.x;
-      unsigned hits = 0;
-#pragma unroll
-      for (int d = 0; d < kDepth; d++) {
-        float most = widen(held[d].at[0]);
-#pragma unroll
-        for (int w = 1; w < kWidth; w++) most = fmaxf(most, widen(held[d].at[w]));
-        if (most >= cut && j + d * kThreads < slice.end) {
-#pragma unroll
-          for (int w = 0; w < kWidth; w++) hits |= (unsigned)(widen(held[d].at[w]) >= cut) << (d * kWidth + w);
-        }
-      }
-      if (hits) {
-        unsigned at = atomicAdd(&state->count, __popc(hits));
-#pragma unroll
-        for (int d = 0; d < kDepth; d++) {
-          if (hits >> (d * kWidth) & ((1u << kWidth) - 1)) {
-#pragma unroll
-            for (int w = 0; w < kWidth; w++) {
-              if (hits >> (d * kWidth + w) & 1) append(at++, widen(held[d].at[w]), scores.column(j + d * kThreads) + w);
-            }
-          }
-        }
-      }
-      base += kDepth * kThreads;
-      if (base >= slice.end || *(volatile unsigned*)&state->count > capacity()) break;
-      load(held, slice, base + threadIdx.x);
-    }
+    const int n = slice.end - slice.begin, column = scores.column(slice.begin);
+    const uint4* data = reinterpret_cast<const uint4*>(scores.data + scores.head) + slice.begin;
+    int seen;
+    if constexpr (kHeld) seen = stream_vectors<T, true>(data, n, column, cut, capacity(), held);
+    else seen = stream_all<T>(data, n, column, cut, capacity());
     __syncthreads();
     if (threadIdx.x == 0) {
-      state->counters.read += min((base - slice.begin) * kWidth, (int)slice.scores(scores));
-      state->counters.admitted += state->count;
+      state().counters.read += min(seen * kWidth, (int)slice.scores(scores));
+      state().counters.admitted += state().count;
     }
   }
 
@@ -553,12 +597,12 @@ struct Selector {
                                               unsigned* appended) const {
     *appended = __popc(mask);
     if (!mask) return false;
-    unsigned at = atomicAdd(&shared.state->count, *appended);
+    unsigned at = atomicAdd(&state().count, *appended);
     const bool over = at + *appended > capacity();
 #pragma unroll
     for (int w = 0; w < kWidth; w++) {
       if (mask >> w & 1) {
-        if (at < capacity()) shared.list[at] = rank_of(keys[w], column + w);
+        if (at < capacity()) own_list()[at] = rank_of(keys[w], column + w);
         at++;
       }
     }
@@ -579,18 +623,17 @@ struct Selector {
   __device__ __noinline__ void append_chunk(const unsigned (&keys)[kWidth], unsigned valid, int column, unsigned* low,
                                             unsigned high) const {
     constexpr int kParts = (kThreads * kWidth + kSlack - 1) / kSlack;
-    State* state = shared.state;
 #pragma unroll 1
     for (int part = 0; part < kParts; part++) {
       const unsigned mine = threadIdx.x / (kThreads / kParts) == part ? valid : 0;
       unsigned appended;
       if (__syncthreads_or(append_keys(keys, in_range(keys, mine, *low, high), column, &appended))) {
-        if (appended) atomicSub(&state->count, appended);
+        if (appended) atomicSub(&state().count, appended);
         __syncthreads();
-        const unsigned n = state->count;
+        const unsigned n = state().count;
         // Over-full by at most kSlack: more than K were there before.
-        const u64 threshold = compact(shared.list, n, shared, k());
-        if (threadIdx.x == 0) state->count = k();
+        const u64 threshold = compact(own_list(), n, k());
+        if (threadIdx.x == 0) state().count = k();
         *low = max(*low, key_in(threshold) + 1);
         __syncthreads();
         append_keys(keys, in_range(keys, mine, *low, high), column, &appended);
@@ -602,8 +645,7 @@ struct Selector {
   // Appends the scores whose keys lie in [low, high), tile by tile in the order of positions,
   // whatever they are. All threads have arrived; with a barrier at the end.
   __device__ __noinline__ void collect(const Slice& slice, unsigned low, unsigned high) const {
-    State* state = shared.state;
-    const unsigned before = state->count;
+    const unsigned before = state().count;
     __syncthreads();
     unsigned keys[kWidth];
     // The head and the tail are chunks of single scores.
@@ -632,7 +674,7 @@ struct Selector {
         }
       }
       if (__syncthreads_or(over)) {
-        if (all) atomicSub(&state->count, all);
+        if (all) atomicSub(&state().count, all);
         __syncthreads();
 #pragma unroll
         for (int d = 0; d < kDepth; d++) {
@@ -649,24 +691,24 @@ struct Selector {
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-      state->counters.read += slice.scores(scores);
-      state->counters.admitted += max(state->count, before) - before;
+      state().counters.read += slice.scores(scores);
+      state().counters.admitted += max(state().count, before) - before;
     }
   }
 
   // A slice's best: the K best of it, or all that reaches the cutoff. The list is empty; with a
   // barrier at the end. Whether the list is complete down to the cutoff or else has K.
+  template <bool kHeld>
   __device__ __forceinline__ void collect_primary(const Slice& slice, unsigned primary, Vector<T> (&held)[kDepth]) const {
-    State* state = shared.state;
     if (primary <= kNegInfinityKey) {
       collect(slice, 0, kAllKeys);
       return;
     }
-    stream(slice, value_of(primary), held);
-    if (state->count > capacity()) {
-      // Any K candidates bound the K-th best from below.
-      const u64 threshold = compact(shared.list, capacity(), shared, k());
-      if (threadIdx.x == 0) state->count = 0;
+    stream<kHeld>(slice, value_of(primary), held);
+    if (state().count > capacity()) {
+      // Any K candidates bound the K-th best from below. The last to find no room had up to 32.
+      const u64 threshold = compact(own_list(), capacity() - 32, k());
+      if (threadIdx.x == 0) state().count = 0;
       __syncthreads();
       collect(slice, key_in(threshold), kAllKeys);
     }
@@ -674,11 +716,11 @@ struct Selector {
 
   // Counts the leading bits of the keys below `high`. With a barrier at the end.
   __device__ __noinline__ void count_leading(const Slice& slice, unsigned high) const {
-    clear(shared.histogram);
+    clear(histogram());
     __syncthreads();
     const auto count = [&](float x, int) {
       const unsigned key = key_of(x);
-      if (key < high) atomicAdd(&shared.histogram[key >> 21], 1);
+      if (key < high) atomicAdd(&histogram()[key >> 21], 1);
     };
     ends(slice, count);
 #pragma unroll 1
@@ -694,14 +736,13 @@ struct Selector {
         }
       }
     }
-    if (threadIdx.x == 0) shared.state->counters.read += slice.scores(scores);
+    if (threadIdx.x == 0) state().counters.read += slice.scores(scores);
     __syncthreads();
   }
 
   // The row's K best or more, after the pass down to the primary cutoff found fewer, all of them in
   // the list. How many are in the list then is the same for all that call.
   __device__ __noinline__ int recover(const Slice& slice, const Proposal& proposal) const {
-    State* state = shared.state;
     unsigned low = proposal.primary;
     int route = kPrimary;
     if (request.band && proposal.secondary < low) {
@@ -709,12 +750,12 @@ struct Selector {
       collect(slice, proposal.secondary, low);
       low = proposal.secondary;
     }
-    if (state->count >= k()) return route;
-    const unsigned need = k() - state->count;
+    if (state().count >= k()) return route;
+    const unsigned need = k() - state().count;
     __syncthreads();
     count_leading(slice, low);
-    find_bins(shared.histogram, state, need, 0);
-    collect(slice, state->found[0].bin << 21, low);
+    find_bins(need, 0);
+    collect(slice, state().found[0].bin << 21, low);
     return kRecovered;
   }
 
@@ -745,7 +786,7 @@ struct Selector {
 
   __device__ __forceinline__ void put_route(int route) const {
     if (request.routes && threadIdx.x == 0) {
-      const RouteCounters &own = shared.state->counters, &others = shared.state->gathered;
+      const RouteCounters &own = state().counters, &others = state().gathered;
       const uint4 all = {(unsigned)route, own.admitted + others.admitted, own.raised + others.raised,
                          (unsigned)((own.read + others.read + 15) / 16)};
       reinterpret_cast<uint4*>(request.routes)[row] = all;
@@ -753,16 +794,15 @@ struct Selector {
   }
 
   // The best of n candidates to the output. All threads have arrived, and see the list.
-  __device__ __forceinline__ void finish(const u64* list, int n, int route) const {
-    State* state = shared.state;
+  __device__ __forceinline__ void finish(List list, int n, int route) const {
     u64 threshold = 0;
-    if (n > (int)k()) threshold = refine(list, n, k(), shared);
+    if (n > (int)k()) threshold = refine(list, n, k());
     const unsigned count = min((unsigned)n, k());
     put_route(route);
     if (request.order != kUnordered) {
       put_ordered(list, n, threshold, count);
     } else {
-      if (threadIdx.x == 0) state->kept = 0;
+      if (threadIdx.x == 0) state().kept = 0;
       __syncthreads();
       const int lane = threadIdx.x % 32;
 #pragma unroll 2
@@ -772,7 +812,7 @@ struct Selector {
         const bool keep = i < n && rank >= threshold;
         const unsigned keeps = __ballot_sync(~0u, keep);
         unsigned at = 0;
-        if (lane == 0 && keeps) at = atomicAdd(&state->kept, __popc(keeps));
+        if (lane == 0 && keeps) at = atomicAdd(&state().kept, __popc(keeps));
         at = __shfl_sync(~0u, at, 0) + __popc(keeps & ((1u << lane) - 1));
         if (keep) put(at, rank);
       }
@@ -781,18 +821,16 @@ struct Selector {
   }
 
   // Bucket sort of the selected: by their bits, then within each bucket by comparing all pairs.
-  __device__ __noinline__ void put_ordered(const u64* list, int n, u64 threshold, unsigned count) const {
-    State* state = shared.state;
+  __device__ __noinline__ void put_ordered(List list, int n, u64 threshold, unsigned count) const {
     const bool by_value = request.order == kByValue;
     // Descending in both orders: a position's complement is the low word.
     const u64 mask = by_value ? ~0ull : 0xffffffffull;
     u64 low = (unsigned)~(scores.start + scores.length - 1), high = (unsigned)~scores.start;
     __syncthreads();
-    clear(shared.buckets);
+    clear(buckets());
     if (by_value) {
-      unsigned least, most;
-      key_range(list, n, threshold, state, &least, &most);
-      low = (u64)least << 32, high = (u64)most << 32 | ~0u;
+      const Keys keys = key_range(list, n, threshold);
+      low = (u64)keys.least << 32, high = (u64)keys.most << 32 | ~0u;
     } else {
       __syncthreads();
     }
@@ -800,11 +838,11 @@ struct Selector {
     const auto bucket = [&](u64 rank) { return (unsigned)(((rank & mask) - low) >> shift); };
 #pragma unroll 2
     for (int i = threadIdx.x; i < n; i += kThreads) {
-      if (list[i] >= threshold) atomicAdd(&shared.buckets[bucket(list[i])], 1);
+      if (list[i] >= threshold) atomicAdd(&buckets()[bucket(list[i])], 1);
     }
     __syncthreads();
-    unsigned* offsets = shared.histogram;
-    const FromTop mine(shared.buckets, state->parts);
+    unsigned* offsets = histogram();
+    const FromTop mine(buckets());
     bool crowded = false;
     unsigned before = mine.before;
 #pragma unroll
@@ -818,36 +856,41 @@ struct Selector {
       const u64 rank = list[i];
       if (rank >= threshold) {
         const unsigned b = bucket(rank);
-        shared.sorted[offsets[b] + atomicSub(&shared.buckets[b], 1) - 1] = i;
+        sorted()[offsets[b] + atomicSub(&buckets()[b], 1) - 1] = i;
       }
     }
     __syncthreads();
     if (crowded) {
       sort(list, count, mask);
 #pragma unroll 1
-      for (unsigned i = threadIdx.x; i < count; i += kThreads) put(i, list[shared.sorted[i]]);
+      for (unsigned i = threadIdx.x; i < count; i += kThreads) put(i, list[sorted()[i]]);
       return;
     }
 #pragma unroll 1
     for (unsigned i = threadIdx.x; i < count; i += kThreads) {
-      const u64 rank = list[shared.sorted[i]];
+      const u64 rank = list[sorted()[i]];
       const unsigned b = bucket(rank);
       const unsigned first = offsets[b], end = b ? offsets[b - 1] : count;
       unsigned at = first;
 #pragma unroll 1
       for (unsigned other = first; other < end; other++) {
-        at += (list[shared.sorted[other]] & mask) > (rank & mask);
+        at += (list[sorted()[other]] & mask) > (rank & mask);
       }
       put(at, rank);
     }
   }
 
+  // Numbers of selected candidates, behind the lists.
+  __device__ __forceinline__ unsigned short* sorted() const {
+    return reinterpret_cast<unsigned short*>(List{(int)capacity() * lists}.at());
+  }
+
   // Bitonic sort of the selected, descending: where too many share a bucket.
-  __device__ __noinline__ void sort(const u64* list, unsigned count, u64 mask) const {
+  __device__ __noinline__ void sort(List list, unsigned count, u64 mask) const {
     constexpr unsigned short kLast = 0xffff;
     unsigned size = 1;
     while (size < count) size *= 2;
-    for (unsigned i = count + threadIdx.x; i < size; i += kThreads) shared.sorted[i] = kLast;
+    for (unsigned i = count + threadIdx.x; i < size; i += kThreads) sorted()[i] = kLast;
     __syncthreads();
     const auto key = [&](unsigned short i) { return i == kLast ? 0 : (list[i] & mask) + 1; };
 #pragma unroll 1
@@ -857,9 +900,9 @@ struct Selector {
 #pragma unroll 1
         for (unsigned pair = threadIdx.x; pair < size / 2; pair += kThreads) {
           const unsigned a = pair / gap * 2 * gap + pair % gap, b = a + gap;
-          const unsigned short x = shared.sorted[a], y = shared.sorted[b];
+          const unsigned short x = sorted()[a], y = sorted()[b];
           const bool descending = (a & run) == 0;
-          if ((key(x) < key(y)) == descending && key(x) != key(y)) shared.sorted[a] = y, shared.sorted[b] = x;
+          if ((key(x) < key(y)) == descending && key(x) != key(y)) sorted()[a] = y, sorted()[b] = x;
         }
         __syncthreads();
       }
@@ -868,14 +911,25 @@ struct Selector {
 };
 
 // What every block begins with. With a barrier.
-__device__ __forceinline__ void begin(const Shared& shared) {
-  State* state = shared.state;
-  clear(shared.histogram);
+__device__ __forceinline__ void begin() {
+  clear(histogram());
   if (threadIdx.x == 0) {
-    state->count = 0, state->inbox = 0;
-    state->counters = state->gathered = RouteCounters{0, 0, 0, 0};
+    state().count = 0, state().inbox = 0;
+    state().counters = state().gathered = RouteCounters{0, 0, 0, 0};
   }
   __syncthreads();
+}
+
+// Sends for a block's part of the row, to L2, as if it had all of the width: before the bounds are known.
+template <class T>
+__device__ __forceinline__ void prefetch(const Request& request, long long row, int rank, int blocks) {
+  constexpr int kLine = 128 / sizeof(T);
+  const int each = (request.width + blocks - 1) / blocks;
+  const int at = rank * each + threadIdx.x * kLine;
+  if (threadIdx.x * kLine < each && at < request.width) {
+    const T* line = static_cast<const T*>(request.scores) + row * request.pitch + at;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+  }
 }
 
 // Whether a row needs no scores.

@@ -3,10 +3,10 @@ constexpr int kThreads = 512;
 #include "block.cuh"
 #include "split.cuh"
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) select_block(const Request request) {
+extern "C" __global__ void __launch_bounds__(kThreads, 3) select_block(const __grid_constant__ Request request) {
   select_block<float, false>(request);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2) select_split(const Request request) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) select_split(const __grid_constant__ Request request) {
   select_split<float>(request);
 }

@@ -2,6 +2,6 @@
 constexpr int kThreads = 1024;
 #include "cluster.cuh"
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) select_cluster(const Request request) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) select_cluster(const __grid_constant__ Request request) {
   select_cluster<float>(request);
 }

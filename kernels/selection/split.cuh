@@ -14,16 +14,14 @@ static_assert(sizeof(Segment) == 64 + 8 * kSlack, "src/selection/plan.rs gives a
 
 template <class T>
 __device__ void select_split(const Request& request) {
-  extern __shared__ uint4 dynamic[];
-  __shared__ State state;
   __shared__ bool last;
-  const Shared shared(dynamic, &state, request.capacity, false);
   const int blocks = request.blocks, rank = blockIdx.x % blocks;
   const long long row = blockIdx.x / blocks;
+  prefetch<T>(request, row, rank, blocks);
   const int start = request.start.of(row, request.width, 0);
   const int end = request.end.of(row, request.width, request.width);
-  begin(shared);
-  const Selector<T> selector(request, shared, row, start, end);
+  begin();
+  const Selector<T> selector(request, row, start, end, 1);
   const int length = selector.scores.length;
   if (is_trivial(request, length)) {
     if (rank == 0) selector.put_all();
@@ -39,21 +37,21 @@ __device__ void select_split(const Request& request) {
     Vector<T> held[kDepth];
     selector.load(held, slice, slice.begin + threadIdx.x);
     proposal = selector.propose([&](auto f) { return selector.for_each_sampled(f); });
-    selector.collect_primary(slice, proposal.primary, held);
+    selector.template collect_primary<true>(slice, proposal.primary, held);
     if (proposal.primary > kNegInfinityKey && request.stride > 1) route = kPrimary;
   }
-  unsigned count = state.count;
+  unsigned count = state().count;
   if (count > kSlack) {
-    compact(shared.list, count, shared, request.k);
+    compact(own_list(), count, request.k);
     count = request.k;
   }
 
   Segment* segments = reinterpret_cast<Segment*>(request.workspace) + row * blocks;
   Segment& own = segments[rank];
 #pragma unroll 1
-  for (int i = threadIdx.x; i < count; i += kThreads) __stcg(&own.list[i], shared.list[i]);
+  for (int i = threadIdx.x; i < count; i += kThreads) __stcg(&own.list[i], own_list()[i]);
   if (threadIdx.x == 0) {
-    const RouteCounters& counters = state.counters;
+    const RouteCounters& counters = state().counters;
     __stcg(reinterpret_cast<uint4*>(&own),
            make_uint4(count, counters.admitted, counters.raised, (unsigned)(counters.read / 16)));
   }
@@ -69,28 +67,28 @@ __device__ void select_split(const Request& request) {
 
   // The list is built anew from what all have left.
   unsigned total = 0;
-  if (threadIdx.x == 0) state.counters = RouteCounters{0, 0, 0, 0};
+  if (threadIdx.x == 0) state().counters = RouteCounters{0, 0, 0, 0};
 #pragma unroll 1
   for (int other = 0; other < blocks; other++) {
     const uint4 header = __ldcg(reinterpret_cast<const uint4*>(&segments[other]));
     if (threadIdx.x == 0) {
-      state.counters.admitted += header.y, state.counters.raised += header.z;
-      state.counters.read += 16ull * header.w;
+      state().counters.admitted += header.y, state().counters.raised += header.z;
+      state().counters.read += 16ull * header.w;
     }
     if (total + header.x > request.capacity) {
       __syncthreads();
-      compact(shared.list, total, shared, request.k);
+      compact(own_list(), total, request.k);
       total = request.k;
     }
 #pragma unroll 4
-    for (int i = threadIdx.x; i < header.x; i += kThreads) shared.list[total + i] = __ldcg(&segments[other].list[i]);
+    for (int i = threadIdx.x; i < header.x; i += kThreads) own_list()[total + i] = __ldcg(&segments[other].list[i]);
     total += header.x;
   }
-  if (threadIdx.x == 0) state.count = total;
+  if (threadIdx.x == 0) state().count = total;
   __syncthreads();
   // What the slices lack, this block looks for alone, in all of the row.
   if (total < request.k && length > request.capacity) {
     route = selector.recover(Slice(selector.scores, 0, 1), proposal);
   }
-  selector.finish(shared.list, state.count, route);
+  selector.finish(own_list(), state().count, route);
 }
