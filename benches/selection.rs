@@ -826,7 +826,8 @@ fn measure(gpu: &Gpu, cell: &Cell, input: &Input, space: &mut Workspace) -> Resu
     )?;
     let mut out = buffers(gpu, cell)?;
     let empty = Tensor::zeros(shape.m, DType::U32, &gpu.device)?;
-    // With the outputs of empty rows, and so that everything is loaded before the capture.
+    // With the outputs of empty rows, and so that what is captured next is loaded. `preload` would
+    // load all kernels of a dtype, which the driver compiles for a minute on the first run.
     top.select_into(&input.scores, &Bounds::ends(&empty), &mut out, space)?;
     let ends = Bounds::ends(&input.ends);
     let graph = gpu.capture(|| top.select_into(&input.scores, &ends, &mut out, space))?;
@@ -902,11 +903,6 @@ fn main() -> Result<()> {
     let cells = cells(&args, real.as_ref())?;
     if cells.is_empty() {
         bail!("nothing is measured: no cell of the grids has what --m, --n, --k, --dtype, --dist, --order and --variant name")
-    }
-    for dtype in [DType::F32, DType::BF16, DType::F16] {
-        if cells.iter().any(|cell| cell.shape.dtype.dtype() == dtype) {
-            candle_topk::cuda::preload(&gpu.device, dtype)?;
-        }
     }
     println!("{}", gpu.empty_graph()?);
     let start = std::time::Instant::now();
