@@ -625,7 +625,7 @@ impl Input {
         let lengths = shape.lengths(gpu.seed);
         let ends = Tensor::new(lengths.as_slice(), &gpu.device)?;
         let whole = match (shape.dist, real) {
-            (Dist::Real, Some(real)) => real_rows(real, shape)?,
+            (Dist::Real, Some(real)) => real_rows(real, shape)?.to_device(&gpu.device)?,
             _ => {
                 let dtype = shape.dtype.dtype();
                 let whole = Tensor::zeros((m, shape.pitch()), dtype, &gpu.device)?;
@@ -897,7 +897,7 @@ fn main() -> Result<()> {
     let seed = args.seed.unwrap_or_else(|| rand::rng().random());
     let gpu = Gpu::new(0, replays, seed)?;
     let real = match &args.real {
-        Some(file) => Some(Scores::load(file, &gpu.device)?),
+        Some(file) => Some(Scores::load(file)?),
         None => None,
     };
     let cells = cells(&args, real.as_ref())?;
