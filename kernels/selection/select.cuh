@@ -514,7 +514,7 @@ struct Selector {
     if (request.fixed_stride) {
       return view_start() < scores.length ? ((scores.length - 1 - view_start()) >> log) + 1 : 0;
     }
-    return (scores.vectors >> log) * kWidth;
+    return (scores.vectors >> log & ~1) * kWidth;
   }
 
   // f(score) for every sampled score.
@@ -527,7 +527,8 @@ struct Selector {
       for (int i = threadIdx.x; i < n; i += kThreads) f(widen(scores.data[view_start() + (long long)i * stride]));
       return;
     }
-    const int groups = scores.vectors >> log_of(stride);
+    // Two neighbours at a time: memory gives no less than both.
+    const int groups = scores.vectors >> log_of(stride) & ~1;
     constexpr int kLoads = 2;
 #pragma unroll 1
     for (int base = threadIdx.x; base < groups; base += kLoads * kThreads) {
@@ -535,10 +536,10 @@ struct Selector {
 #pragma unroll
       for (int d = 0; d < kLoads; d++) {
         const int group = min(base + d * kThreads, groups - 1);
-        unsigned hash = group * 0x9e3779b1u + (unsigned)row * 0x85ebca6bu;
+        unsigned hash = (group / 2) * 0x9e3779b1u + (unsigned)row * 0x85ebca6bu;
         hash = (hash ^ hash >> 15) * 0x2c1b3c6du;
         hash ^= hash >> 12;
-        v[d] = scores.load(group * stride + (hash & (stride - 1)));
+        v[d] = scores.load(((group / 2) * stride + (int)(hash & (stride - 1))) * 2 + group % 2);
       }
 #pragma unroll
       for (int d = 0; d < kLoads; d++) {

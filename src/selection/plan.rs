@@ -69,8 +69,8 @@ impl Mapping {
 /// Which scores of a row propose its cutoff.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum View {
-    /// One 16-byte vector from each group of as many vectors as the stride says, its place in the
-    /// group a hash of row and group: no period of the scores can lock onto it.
+    /// 32 adjacent bytes from each group of as many times 32 as the stride says, their place in the
+    /// group a hash of row and group: no period of the scores can lock onto them.
     #[default]
     Jittered,
     /// Every stride-th score from an offset that depends on the row: section 4.2 of the paper.
