@@ -8,7 +8,15 @@
 template <class T, bool kWide>
 __device__ void select_block(const Request& request) {
   const long long row = blockIdx.x;
-  if constexpr (kWide) prefetch<T>(request, row, 0, 1);
+  Vector<T> held[kDepth];
+  // Where every row starts at 0, its first vectors need not wait for its end.
+  const bool early = kWide && request.start.kind == kNone;
+  if (early) {
+    const Scores<T> whole(static_cast<const T*>(request.scores) + row * request.pitch, 0, request.width);
+    if (whole.vectors > 0) whole.load_from(threadIdx.x, whole.vectors, held);
+  } else if (kWide) {
+    prefetch<T>(request, row, 0, 1);
+  }
   const int start = request.start.of(row, request.width, 0);
   const int end = request.end.of(row, request.width, request.width);
   begin();
@@ -23,13 +31,12 @@ __device__ void select_block(const Request& request) {
   if (length <= request.capacity) {
     selector.collect(slice, 0, kAllKeys);
   } else {
-    Vector<T> held[kDepth];
     typename Selector<T>::Proposal proposal;
     if (kWide && selector.scores.vectors <= kDepth * kThreads && !request.fixed_stride) {
-      selector.load(held, slice, threadIdx.x);
+      if (!early) selector.load(held, slice, threadIdx.x);
       proposal = selector.propose(selector.held_size(), [&](auto f) { selector.for_each_held(held, f); });
     } else {
-      if (kWide) selector.load(held, slice, threadIdx.x);
+      if (kWide && !early) selector.load(held, slice, threadIdx.x);
       proposal = selector.propose(selector.sample_size(), [&](auto f) { selector.for_each_sampled(f); });
     }
     leading = proposal.leading;

@@ -146,6 +146,16 @@ struct List {
 };
 __device__ __forceinline__ List own_list() { return List{0}; }
 
+// Vectors j, j + kThreads and so on of n > 0; the last, where there are fewer.
+template <class T>
+__device__ __forceinline__ void load_vectors(const uint4* data, int n, int j, Vector<T> (&v)[kDepth]) {
+#pragma unroll
+  for (int d = 0; d < kDepth; d++) {
+    const uint4 raw = __ldcg(data + min(j + d * kThreads, n - 1));
+    memcpy(&v[d], &raw, sizeof(raw));
+  }
+}
+
 // One row's scores. `head` of them come before the first aligned vector; `vectors` are whole.
 template <class T>
 struct Scores {
@@ -165,6 +175,10 @@ struct Scores {
     Vector<T> v;
     memcpy(&v, &raw, sizeof(v));
     return v;
+  }
+  // The vectors j, j + kThreads and so on of the first n > 0.
+  __device__ __forceinline__ void load_from(int j, int n, Vector<T> (&v)[kDepth]) const {
+    load_vectors(reinterpret_cast<const uint4*>(data + head), n, j, v);
   }
   // Column of the first element of vector j.
   __device__ __forceinline__ int column(int j) const { return start + head + j * kWidth; }
@@ -381,16 +395,6 @@ __device__ __noinline__ u64 compact(List list, int n, unsigned k) {
   }
   __syncthreads();
   return threshold;
-}
-
-// Vectors j, j + kThreads and so on of n > 0; the last, where there are fewer.
-template <class T>
-__device__ __forceinline__ void load_vectors(const uint4* data, int n, int j, Vector<T> (&v)[kDepth]) {
-#pragma unroll
-  for (int d = 0; d < kDepth; d++) {
-    const uint4 raw = __ldcg(data + min(j + d * kThreads, n - 1));
-    memcpy(&v[d], &raw, sizeof(raw));
-  }
 }
 
 // The greatest of a vector; NaN where all are.
@@ -653,9 +657,7 @@ struct Selector {
 
   // The vectors j, j + kThreads and so on of a slice that has any.
   __device__ __forceinline__ void load(Vector<T> (&v)[kDepth], const Slice& slice, int j) const {
-    if (slice.end > slice.begin) {
-      load_vectors(reinterpret_cast<const uint4*>(scores.data + scores.head), slice.end, j, v);
-    }
+    if (slice.end > slice.begin) scores.load_from(j, slice.end, v);
   }
 
   // f(score, column) for the few scores before the first vector and after the last.
