@@ -268,8 +268,8 @@ struct FromTop {
   }
 };
 
-// The bin of a histogram, 0 or 1, in which the counts from the top reach `need`, and, for `deeper`, another. A bin of ~0
-// where they don't. With a barrier at the end.
+// The bin of a histogram, 0 or 1, in which the counts from the top reach `need`, and, for `deeper`, another.
+// A bin of ~0 where they don't. With a barrier at the end.
 __device__ __noinline__ void find_bins(int which, unsigned need, unsigned deeper) {
   if (threadIdx.x >= kScanning && threadIdx.x < kScanning + 2) {
     state().found[threadIdx.x - kScanning] = Found{~0u, 0, 0};

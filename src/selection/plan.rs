@@ -283,7 +283,27 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
     }
 }
 
-// What follows was measured on an H200 (benches/selection.rs).
+// What follows was measured on an H200 (benches/selection.rs; f32, K = 2048, raised ends; us):
+//
+// |   M |    N | mapping                          |       |
+// |-----|------|----------------------------------|-------|
+// |   1 | 128K | cluster of 16                    |  19.9 |
+// |   1 | 128K | cluster of 8                     |  20.1 |
+// |   8 | 128K | cluster of 16: not all at once   |  31.8 |
+// |   8 | 128K | cluster of 8                     |  20.8 |
+// |  64 | 128K | cluster of 4: two rounds         |  53.9 |
+// |  64 | 128K | cluster of 2                     |  32.1 |
+// | 128 | 128K | cluster of 2: two rounds         |  57.6 |
+// | 128 | 128K | block a row, alone               |  35.1 |
+// | 128 | 128K | block a row, room for two        |  48.6 |
+// | 512 | 128K | block a row, two at once, s = 64 |  97.6 |
+// | 512 | 128K | the same, s = 128                | 138.3 |
+//
+// (All but the lines of two blocks at once with blocks of 1,024 threads, which took longer than those
+// of 512 do since: to be measured again.)
+//
+// So all blocks of a launch run at once, one to a multiprocessor, as long as there are so few; a
+// sample of 1/128 of a row of 128K proposes so loosely that some lists overflow.
 
 /// The shortest part of a row that is worth a block of its own.
 const SLICE: usize = 8192;
