@@ -22,6 +22,7 @@ struct Team {
   static __device__ __forceinline__ void sync() { cooperative_groups::this_cluster().sync(); }
   // The first barrier in two halves: nothing may be sent to a member before it runs.
   static __device__ __forceinline__ void arrive() {
+    __syncwarp();  // `aligned`: all threads of a warp are to execute it together.
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   }
   static __device__ __forceinline__ void wait() {
