@@ -23,6 +23,7 @@
 #![deny(missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]
 
+pub mod attention;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod order;

@@ -2,6 +2,7 @@
 
 #![allow(dead_code)] // Each test binary uses its part.
 
+pub mod attention;
 pub mod cases;
 pub mod into;
 pub mod machine;
