@@ -1,0 +1,146 @@
+//! What a layer keeps of earlier tokens.
+
+use super::config::{DsaConfig, IndexerType};
+use candle_core::{bail, DType, Device, Result, Tensor};
+
+/// The cache of one layer: for B sequences of up to C tokens the latent and the rotated part of
+/// their keys, and where the layer has an indexer its keys.
+///
+/// Sequences may have different lengths. A sequence is begun anew with [`reset`](Self::reset), and
+/// shortened with [`truncate`](Self::truncate) where speculated tokens are refused.
+#[derive(Debug)]
+pub struct DsaCache {
+    /// `[B, C, 1, kv_lora_rank + qk_rope_head_dim]`: latent, then rotated part.
+    pub(super) latent: Tensor,
+    /// `[B, C, index_head_dim]`.
+    pub(super) index_keys: Option<Tensor>,
+    lengths: Vec<usize>,
+}
+
+const OP: &str = "DsaCache";
+
+impl DsaCache {
+    /// An empty cache for a layer: 0 tokens of `sequences` sequences, room for `capacity` each.
+    ///
+    /// # Errors
+    /// For a capacity above the model's context or of 0, a layer that the model doesn't have, and
+    /// where the device has no memory for it.
+    pub fn new(
+        config: &DsaConfig,
+        layer: usize,
+        sequences: usize,
+        capacity: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let most = config.max_position_embeddings;
+        if capacity == 0 || capacity > most {
+            bail!("{OP}: the capacity is {capacity}, 1 to {most} tokens are accepted")
+        }
+        let zeros = |dims: &[usize]| Tensor::zeros(dims, dtype, device);
+        let width = config.kv_lora_rank + config.qk_rope_head_dim;
+        Ok(Self {
+            latent: zeros(&[sequences, capacity, 1, width])?,
+            index_keys: match config.indexer_type(layer)? {
+                IndexerType::Full => Some(zeros(&[sequences, capacity, config.index_head_dim])?),
+                IndexerType::Shared => None,
+            },
+            lengths: vec![0; sequences],
+        })
+    }
+
+    /// Tokens of each sequence.
+    pub fn lengths(&self) -> &[usize] {
+        &self.lengths
+    }
+
+    /// The tokens that a sequence can have.
+    pub fn capacity(&self) -> usize {
+        self.latent.dims()[1]
+    }
+
+    /// Forgets all tokens of a sequence.
+    ///
+    /// # Errors
+    /// For a sequence that the cache doesn't hold.
+    pub fn reset(&mut self, sequence: usize) -> Result<()> {
+        self.truncate(sequence, 0)
+    }
+
+    /// Forgets the tokens of a sequence from position `length` on.
+    ///
+    /// # Errors
+    /// For a sequence that the cache doesn't hold, or that is shorter.
+    pub fn truncate(&mut self, sequence: usize, length: usize) -> Result<()> {
+        let sequences = self.lengths.len();
+        match self.lengths.get_mut(sequence) {
+            None => bail!("{OP}: the sequence is {sequence}, the cache holds {sequences}"),
+            Some(own) if length > *own => {
+                bail!("{OP}: sequence {sequence} has {own} tokens, it can't be truncated to {length}")
+            }
+            Some(own) => *own = length,
+        }
+        Ok(())
+    }
+
+    /// Lengths of `sequences` sequences from `first` on with `tokens` more each; checked, not yet
+    /// in force.
+    pub(super) fn grown(
+        &self,
+        op: &str,
+        first: usize,
+        sequences: usize,
+        tokens: usize,
+    ) -> Result<Vec<usize>> {
+        let Some(lengths) = self.lengths.get(first..first + sequences) else {
+            bail!(
+                "{op}: the hidden states are of sequences {first} to {}, the cache holds {}",
+                (first + sequences).saturating_sub(1),
+                self.lengths.len()
+            )
+        };
+        let grown: Vec<usize> = lengths.iter().map(|length| length + tokens).collect();
+        if let Some(length) = grown.iter().find(|&&length| length > self.capacity()) {
+            bail!(
+                "{op}: a sequence comes to {length} tokens, the cache has room for {}",
+                self.capacity()
+            )
+        }
+        Ok(grown)
+    }
+
+    /// Writes `[b, n, ..]` behind the tokens of the sequences from `first` on, whose new lengths
+    /// are `grown`.
+    pub(super) fn write(&self, first: usize, grown: &[usize], latent: &Tensor, index_keys: Option<&Tensor>) -> Result<()> {
+        append(&self.latent, first, grown, latent)?;
+        match (&self.index_keys, index_keys) {
+            (Some(cache), Some(keys)) => append(cache, first, grown, keys),
+            (None, None) => Ok(()),
+            _ => bail!("{OP}: the cache is of another layer, whose indexer type differs"),
+        }
+    }
+
+    /// Puts lengths into force.
+    pub(super) fn set_lengths(&mut self, first: usize, grown: &[usize]) {
+        self.lengths[first..first + grown.len()].copy_from_slice(grown);
+    }
+}
+
+fn append(cache: &Tensor, first: usize, grown: &[usize], new: &Tensor) -> Result<()> {
+    let new = new.contiguous()?;
+    let tokens = new.dims()[1];
+    let whole = cache.narrow(0, first, grown.len())?;
+    if grown.windows(2).all(|pair| pair[0] == pair[1]) {
+        match grown.first() {
+            Some(&length) => whole.slice_set(&new, 1, length - tokens),
+            None => Ok(()),
+        }
+    } else {
+        for (i, &length) in grown.iter().enumerate() {
+            whole
+                .narrow(0, i, 1)?
+                .slice_set(&new.narrow(0, i, 1)?, 1, length - tokens)?;
+        }
+        Ok(())
+    }
+}
