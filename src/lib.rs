@@ -11,6 +11,9 @@
 //! [`sampling`] has the ops beneath it, for a batch with its own parameters for each row: the
 //! masked logits, the candidate set, the token.
 //!
+//! [`selection`] has the exact top-K of ragged score rows, for sparse attention: positions instead
+//! of tokens.
+//!
 //! # Features
 //!
 //! | feature | what it adds |
@@ -24,10 +27,12 @@
 #![warn(clippy::undocumented_unsafe_blocks)]
 
 pub mod attention;
+mod buffer;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod order;
 pub mod sampling;
+pub mod selection;
 
 pub use candle_transformers::generation::Sampling;
 pub use sampling::{apply_repeat_penalty, LogitsProcessor};

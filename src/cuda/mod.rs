@@ -14,6 +14,9 @@ use std::cell::Cell;
 use std::ffi::c_void;
 use std::sync::Arc;
 
+mod memory;
+pub(crate) use memory::{arg, Addresses, DeviceBuffer};
+
 mod ptx {
     include!(concat!(env!("OUT_DIR"), "/sampling_ptx.rs"));
 }

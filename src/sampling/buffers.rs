@@ -3,7 +3,8 @@
 use super::cpu::{self, with_logits};
 use super::truncation::{Mass, Rows, Truncation, PACKED};
 use super::{candidates, cuda, Candidates};
-use candle_core::{bail, Device, Result, Shape, Storage, Tensor, WithDType};
+use crate::buffer::Buffer;
+use candle_core::{bail, Device, Result, Storage, Tensor};
 
 /// What the kernels counted on the way to one row's kept set: how it was found, not what it is.
 ///
@@ -17,6 +18,9 @@ pub struct Routes {
     steps: u32,
     passes: u32,
 }
+
+/// What error messages call these buffers.
+const WHAT: &str = "sampling buffers";
 
 /// Counters of a row: `RouteCounters` in `kernels/sampling/truncate.cuh`.
 const COUNTERS: usize = 4;
@@ -70,74 +74,6 @@ impl Routes {
     }
 }
 
-/// A buffer of our own, so that nothing is written through a tensor's shared storage.
-#[derive(Debug)]
-enum Buffer<T> {
-    Cpu(Vec<T>),
-    Cuda(cuda::Buffer<T>),
-}
-
-impl<T: Element> Buffer<T> {
-    fn new(device: &Device, values: Vec<T>) -> Result<Self> {
-        Ok(match device {
-            Device::Cpu => Self::Cpu(values),
-            Device::Cuda(device) => Self::Cuda(cuda::Buffer::new(device, &values)?),
-            Device::Metal(_) => return super::no_metal("sampling buffers"),
-        })
-    }
-
-    fn write(&mut self, start: usize, values: &[T]) -> Result<()> {
-        match self {
-            Self::Cpu(data) => {
-                data[start..start + values.len()].copy_from_slice(values);
-                Ok(())
-            }
-            Self::Cuda(buffer) => buffer.write(start, values),
-        }
-    }
-
-    fn read(&self) -> Result<Vec<T>> {
-        match self {
-            Self::Cpu(data) => Ok(data.clone()),
-            Self::Cuda(buffer) => buffer.read(),
-        }
-    }
-
-    fn to_tensor(&self, shape: impl Into<Shape>) -> Result<Tensor> {
-        let storage = match self {
-            Self::Cpu(data) => Storage::Cpu(T::to_cpu_storage(data)),
-            Self::Cuda(buffer) => Storage::Cuda(buffer.copy()?),
-        };
-        Ok(Tensor::from((storage, shape.into())))
-    }
-
-    fn on_cpu(&mut self) -> &mut [T] {
-        match self {
-            Self::Cpu(data) => data,
-            Self::Cuda(_) => unreachable!("buffers lie where the logits do"),
-        }
-    }
-
-    fn on_cuda(&mut self) -> &mut cuda::Buffer<T> {
-        match self {
-            Self::Cuda(buffer) => buffer,
-            Self::Cpu(_) => unreachable!("buffers lie where the logits do"),
-        }
-    }
-}
-
-#[cfg(feature = "cuda")]
-use candle_core::cuda_backend::CudaDType as OnDevice;
-#[cfg(feature = "cuda")]
-trait Element: WithDType + OnDevice + candle_core::cuda_backend::cudarc::driver::DeviceRepr {}
-#[cfg(feature = "cuda")]
-impl<T: WithDType + OnDevice + candle_core::cuda_backend::cudarc::driver::DeviceRepr> Element
-    for T
-{
-}
-#[cfg(not(feature = "cuda"))]
-use WithDType as Element;
-
 /// What the buffers of both ops have: the parameters of up to `size` rows.
 #[derive(Debug)]
 struct Batch {
@@ -159,13 +95,17 @@ impl Batch {
             op,
             size,
             device: device.clone(),
-            params: Buffer::new(device, params)?,
+            params: Buffer::new(WHAT, device, params)?,
             routes: None,
         })
     }
 
     fn count_routes(&mut self) -> Result<()> {
-        self.routes = Some(Buffer::new(&self.device, vec![0; self.size * COUNTERS])?);
+        self.routes = Some(Buffer::new(
+            WHAT,
+            &self.device,
+            vec![0; self.size * COUNTERS],
+        )?);
         Ok(())
     }
 
@@ -278,9 +218,9 @@ impl SampleBuffers {
         let counters = (0..batch as i64).flat_map(|b| [b, 0]).collect();
         Ok(Self {
             batch: shared,
-            counters: Buffer::new(device, counters)?,
-            tokens: Buffer::new(device, vec![u32::MAX; batch])?,
-            log_probs: Buffer::new(device, vec![f32::NEG_INFINITY; batch])?,
+            counters: Buffer::new(WHAT, device, counters)?,
+            tokens: Buffer::new(WHAT, device, vec![u32::MAX; batch])?,
+            log_probs: Buffer::new(WHAT, device, vec![f32::NEG_INFINITY; batch])?,
         })
     }
 
@@ -473,9 +413,9 @@ impl CandidateBuffers {
         Ok(Self {
             batch: shared,
             capacity,
-            ids: Buffer::new(device, vec![u32::MAX; all])?,
-            log_probs: Buffer::new(device, vec![f32::NEG_INFINITY; all])?,
-            counts: Buffer::new(device, vec![0; batch])?,
+            ids: Buffer::new(WHAT, device, vec![u32::MAX; all])?,
+            log_probs: Buffer::new(WHAT, device, vec![f32::NEG_INFINITY; all])?,
+            counts: Buffer::new(WHAT, device, vec![0; batch])?,
         })
     }
 

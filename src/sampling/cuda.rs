@@ -3,17 +3,17 @@
 use super::cpu::Drawn;
 use super::sample::{self, Draw, DrawOperand};
 use super::truncation::{row_and_column, Mass, Operand, Rows, Truncation, PACKED};
-use crate::cuda::{self, Family, Form, Kernel, Teams, CANDIDATES, MASK, REPEAT_PENALTY, SAMPLE};
+use crate::buffer::DeviceBuffer as Buffer;
+use crate::cuda::{
+    self, arg, Addresses, Family, Form, Kernel, Teams, CANDIDATES, MASK, REPEAT_PENALTY, SAMPLE,
+};
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg,
-    SyncOnDrop,
+    CudaSlice, CudaStream, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg, SyncOnDrop,
 };
 use candle_core::cuda_backend::{CudaDType, CudaStorageSlice, WrapErr};
 use candle_core::{bail, CudaDevice, CudaStorage, DType, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
-use std::ffi::c_void;
 
 /// Threads of a block: `kThreads` in the kernel's file.
 fn threads(form: Form) -> u32 {
@@ -48,11 +48,6 @@ fn kernel(
         shared_bytes,
     };
     Ok((kernel, teams))
-}
-
-/// An argument of a launch.
-fn arg<T: DeviceRepr>(value: &T) -> *const c_void {
-    (value as *const T).cast()
 }
 
 /// `Request` in `kernels/sampling/truncate.cuh`.
@@ -102,82 +97,7 @@ struct SampleOutputs {
 // SAFETY: plain old data, laid out as the kernels' struct of the same name.
 unsafe impl DeviceRepr for SampleOutputs {}
 
-/// A buffer of our own, at one address as long as it lives.
-#[derive(Debug)]
-pub(super) struct Buffer<T> {
-    slice: CudaSlice<T>,
-    device: CudaDevice,
-}
-
-impl<T: CudaDType + DeviceRepr> Buffer<T> {
-    pub fn new(device: &CudaDevice, values: &[T]) -> Result<Self> {
-        refuse_capture(device)?;
-        Ok(Self {
-            slice: device.cuda_stream().clone_htod(values).w()?,
-            device: device.clone(),
-        })
-    }
-
-    /// Uploads `values` to where element `start` lies; they fit.
-    pub fn write(&mut self, start: usize, values: &[T]) -> Result<()> {
-        refuse_capture(&self.device)?;
-        let mut part = self.slice.slice_mut(start..start + values.len());
-        self.device
-            .cuda_stream()
-            .memcpy_htod(values, &mut part)
-            .w()?;
-        Ok(())
-    }
-
-    pub fn read(&self) -> Result<Vec<T>> {
-        refuse_capture(&self.device)?;
-        self.device.cuda_stream().clone_dtoh(&self.slice).w()
-    }
-
-    pub fn copy(&self) -> Result<CudaStorage> {
-        refuse_capture(&self.device)?;
-        let copy = self.device.cuda_stream().clone_dtod(&self.slice).w()?;
-        Ok(CudaStorage::wrap_cuda_slice(copy, self.device.clone()))
-    }
-}
-
-/// Captured, an upload would be replayed from host memory that is gone by then, and an allocation
-/// would be freed by no one.
-fn refuse_capture(device: &CudaDevice) -> Result<()> {
-    let status = device.cuda_stream().capture_status().w()?;
-    if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
-        bail!("sampling buffers: the stream is capturing a CUDA graph, into which only sample_into and candidates_into go; make, set and read buffers before or after")
-    }
-    Ok(())
-}
-
-/// Device addresses in use by a launch: the guards keep them valid, and ordered among streams,
-/// until the launch is enqueued.
-struct Addresses<'a> {
-    stream: &'a CudaStream,
-    guards: Vec<SyncOnDrop<'a>>,
-}
-
 impl<'a> Addresses<'a> {
-    fn new(stream: &'a CudaStream) -> Self {
-        Self {
-            stream,
-            guards: Vec::with_capacity(6),
-        }
-    }
-
-    fn of<T>(&mut self, slice: &'a CudaSlice<T>, offset: usize) -> u64 {
-        let (address, guard) = slice.device_ptr(self.stream);
-        self.guards.push(guard);
-        address + (offset * size_of::<T>()) as u64
-    }
-
-    fn written<T>(&mut self, slice: &'a mut CudaSlice<T>) -> u64 {
-        let (address, guard) = slice.device_ptr_mut(self.stream);
-        self.guards.push(guard);
-        address
-    }
-
     fn of_logits(&mut self, storage: &'a CudaStorage, offset: usize) -> Result<u64> {
         Ok(match &storage.slice {
             CudaStorageSlice::F32(slice) => self.of(slice, offset),

@@ -3,8 +3,8 @@
 use super::cpu::Drawn;
 use super::sample::{Draw, DrawOperand};
 use super::truncation::{Mass, Operand, Rows, Truncation};
-use candle_core::{bail, CudaDevice, CudaStorage, Result, Tensor};
-use std::{convert::Infallible, marker::PhantomData};
+use crate::buffer::DeviceBuffer as Buffer;
+use candle_core::{bail, CudaStorage, Result, Tensor};
 
 fn missing<T>(op: &str) -> Result<T> {
     bail!("{op}: the logits are on a CUDA device, but candle-topk was built without its feature `cuda`; build with it, or move the logits with to_device")
@@ -107,27 +107,5 @@ impl Readback {
         _: &[Draw],
     ) -> Result<Vec<Drawn>> {
         missing("sample")
-    }
-}
-
-/// A buffer on a CUDA device, of which this build can make none.
-#[derive(Debug)]
-pub(super) struct Buffer<T>(Infallible, PhantomData<T>);
-
-impl<T> Buffer<T> {
-    pub fn new(_: &CudaDevice, _: &[T]) -> Result<Self> {
-        bail!("sampling buffers: the device is a CUDA device, but candle-topk was built without its feature `cuda`; build with it, or make the buffers on the CPU")
-    }
-
-    pub fn write(&mut self, _: usize, _: &[T]) -> Result<()> {
-        match self.0 {}
-    }
-
-    pub fn read(&self) -> Result<Vec<T>> {
-        match self.0 {}
-    }
-
-    pub fn copy(&self) -> Result<CudaStorage> {
-        match self.0 {}
     }
 }

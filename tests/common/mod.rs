@@ -7,6 +7,7 @@ pub mod cases;
 pub mod into;
 pub mod machine;
 pub mod processor;
+pub mod selection;
 
 use candle_topk::sampling::{Mass, Truncation};
 use half::{bf16, f16};

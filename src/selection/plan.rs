@@ -1,0 +1,454 @@
+//! Shape to kernel: a pure function of K, M, N, the dtype and the device.
+//!
+//! It never sees a length: the rows' bounds stay on the device, so one captured launch serves any.
+
+use super::rows::check_size;
+use super::{MAX_K, OP};
+use candle_core::{bail, DType, Result};
+use std::fmt;
+
+/// What of a CUDA device a plan depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceProps {
+    /// Multiprocessors.
+    pub multiprocessors: usize,
+    /// Compute capability.
+    pub capability: (i32, i32),
+    /// Bytes of shared memory that a block can have.
+    pub shared_per_block: usize,
+    /// The most blocks of a cluster: 0 without clusters, else 8, or 16 where the device has
+    /// non-portable sizes.
+    pub cluster: usize,
+}
+
+impl DeviceProps {
+    /// An H200.
+    pub const H200: Self = Self {
+        multiprocessors: 132,
+        capability: (9, 0),
+        shared_per_block: 227 << 10,
+        cluster: 16,
+    };
+
+    /// An A100.
+    pub const A100: Self = Self {
+        multiprocessors: 108,
+        capability: (8, 0),
+        shared_per_block: 163 << 10,
+        cluster: 0,
+    };
+}
+
+/// How rows are laid on blocks: section 4.5 and 5.5 of the paper.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Mapping {
+    /// One block of 512 threads a row, several to a multiprocessor: while one refines, others
+    /// stream. For many rows.
+    Block,
+    /// One block of 1024 threads a row, which reads a short row once, into registers, and samples it
+    /// there. For rows of up to 16,384 F32 scores, or 32,768 of the others.
+    RowLocal,
+    /// A few blocks a row, 2, 4, 8 or 16 of 512 threads, that meet in the workspace; the last to
+    /// arrive refines. On any device.
+    Split(u32),
+    /// A cluster of 2, 4, 8 or 16 blocks of 1024 threads a row, that meet in the first one's shared
+    /// memory. On devices of compute capability 9.0.
+    Cluster(u32),
+}
+
+impl Mapping {
+    /// Blocks of a row.
+    pub fn blocks(self) -> u32 {
+        match self {
+            Self::Block | Self::RowLocal => 1,
+            Self::Split(blocks) | Self::Cluster(blocks) => blocks,
+        }
+    }
+
+    /// Threads of a block: `kThreads` in the kernel's file.
+    pub fn threads(self) -> u32 {
+        match self {
+            Self::Block | Self::Split(_) => 512,
+            Self::RowLocal | Self::Cluster(_) => 1024,
+        }
+    }
+}
+
+/// Which scores of a row propose its cutoff.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum View {
+    /// One 16-byte vector from each group of as many vectors as the stride says, its place in the
+    /// group a hash of row and group: no period of the scores can lock onto it.
+    #[default]
+    Jittered,
+    /// Every stride-th score from an offset that depends on the row: section 4.2 of the paper.
+    FixedStride,
+}
+
+/// What differs from the plan that the shape would have. Results do not depend on it.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Overrides {
+    /// The mapping.
+    pub mapping: Option<Mapping>,
+    /// The sampling stride: a power of two from 1 to 256. 1 looks at every score of the row first:
+    /// an exact proposal.
+    pub stride: Option<u32>,
+    /// How many times K the primary cutoff aims at, from 1 to 4: the paper's margin, 1.5 there. By
+    /// default the aim lies a few deviations of the sample's rank beyond K.
+    pub margin: Option<f32>,
+    /// Whether a second pass, down to the secondary cutoff, comes before the exact recovery.
+    pub band: Option<bool>,
+    /// The view.
+    pub view: Option<View>,
+}
+
+/// The shape of a selection.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PlanRequest {
+    /// K.
+    pub k: usize,
+    /// Rows.
+    pub m: usize,
+    /// The width of a row.
+    pub n: usize,
+    /// Scores from the start of one row to the next.
+    pub pitch: usize,
+    /// The scores' dtype: F32, F16 or BF16.
+    pub dtype: DType,
+    /// The device.
+    pub device: DeviceProps,
+    /// What is not left to the planner.
+    pub overrides: Overrides,
+}
+
+/// How a selection runs. `Display` gives one line.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Plan {
+    /// How rows are laid on blocks.
+    pub mapping: Mapping,
+    /// Blocks of the grid.
+    pub grid: usize,
+    /// One score in so many proposes the cutoff.
+    pub stride: u32,
+    /// Which ones.
+    pub view: View,
+    /// How many times K the cutoff aims at; else as many deviations as `deviations` says beyond K.
+    pub margin: Option<f32>,
+    /// Deviations of the sample's rank that the aim lies beyond K.
+    pub deviations: f32,
+    /// Whether an underfilled row tries its secondary cutoff before the exact recovery.
+    pub band: bool,
+    /// Candidates that fit on chip.
+    pub capacity: usize,
+    /// Bytes of dynamic shared memory a block.
+    pub shared_bytes: usize,
+    /// Bytes of the workspace that the launch uses.
+    pub workspace_bytes: usize,
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.mapping {
+            Mapping::Block => write!(f, "block")?,
+            Mapping::RowLocal => write!(f, "row-local")?,
+            Mapping::Split(blocks) => write!(f, "split-{blocks}")?,
+            Mapping::Cluster(blocks) => write!(f, "cluster-{blocks}")?,
+        }
+        match self.stride {
+            1 => write!(f, ", exact proposal")?,
+            stride => write!(f, ", stride {stride}")?,
+        }
+        if self.view == View::FixedStride {
+            write!(f, " fixed")?;
+        }
+        match self.margin {
+            Some(margin) => write!(f, ", margin {margin}")?,
+            None => write!(f, ", {} deviations", self.deviations)?,
+        }
+        if !self.band {
+            write!(f, ", no band")?;
+        }
+        write!(
+            f,
+            ", {} blocks, {} KiB shared, {} KiB workspace",
+            self.grid,
+            self.shared_bytes >> 10,
+            self.workspace_bytes >> 10
+        )
+    }
+}
+
+/// Candidates beyond K that fit on chip: at least a vector of 8 for each of 512 threads, so that
+/// after the cutoff is raised one more always fits.
+const SLACK: usize = 4096;
+/// Bins of the histograms: `kBins` in `kernels/selection/select.cuh`.
+const BINS: usize = 2048;
+
+/// Words of the workspace for each block: `kHeader` and the candidates of `SLACK`.
+const SEGMENT_BYTES: usize = 64 + 8 * SLACK;
+
+/// Blocks that can share rows through the workspace at once.
+fn split_blocks(device: &DeviceProps) -> usize {
+    2 * device.multiprocessors
+}
+
+/// The workspace that any launch on this device fits in.
+pub(super) fn workspace_bytes(device: &DeviceProps) -> usize {
+    split_blocks(device) * SEGMENT_BYTES
+}
+
+/// How a selection of this shape runs on this device.
+///
+/// # Errors
+/// For a K of 0 or above [`MAX_K`], a width of 0 or a size beyond what is supported, another dtype, a
+/// device below compute capability 8.0, and overrides that the device or the shape does not admit.
+pub fn plan(request: &PlanRequest) -> Result<Plan> {
+    let PlanRequest {
+        k,
+        m,
+        n,
+        pitch: _,
+        dtype,
+        device,
+        overrides,
+    } = *request;
+    if k == 0 || k > MAX_K {
+        bail!("{OP}: k is {k}, 1 to {MAX_K} are accepted")
+    }
+    check_size(m, n)?;
+    if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+        bail!("{OP}: scores are {dtype:?}, F32, F16 or BF16 is needed")
+    }
+    if device.capability < (8, 0) {
+        bail!(
+            "{OP}: the device has compute capability {}.{}, 8.0 or later is needed",
+            device.capability.0,
+            device.capability.1
+        )
+    }
+    let mapping = match overrides.mapping {
+        Some(mapping) => check_mapping(mapping, request)?,
+        None => mapping(request),
+    };
+    let stride = match overrides.stride {
+        Some(stride) if stride.is_power_of_two() && stride <= 256 => stride,
+        Some(stride) => {
+            bail!("{OP}: the sampling stride is {stride}, a power of two from 1 to 256 is accepted")
+        }
+        None => stride(mapping, n),
+    };
+    if let Some(margin) = overrides.margin {
+        if !(1.0..=4.0).contains(&margin) {
+            bail!("{OP}: the margin is {margin}, 1 to 4 times K are accepted")
+        }
+    }
+    let capacity = k.next_multiple_of(64) + SLACK;
+    Ok(Plan {
+        mapping,
+        grid: m * mapping.blocks() as usize,
+        stride,
+        view: overrides.view.unwrap_or_default(),
+        margin: overrides.margin,
+        deviations: deviations(mapping),
+        band: overrides.band.unwrap_or(true),
+        capacity,
+        shared_bytes: shared_bytes(mapping, k, capacity),
+        workspace_bytes: match mapping {
+            Mapping::Split(blocks) => m * blocks as usize * SEGMENT_BYTES,
+            _ => 0,
+        },
+    })
+}
+
+/// `Shared` in `kernels/selection/select.cuh`: two histograms, the candidates, as many again where
+/// the other blocks of a cluster send theirs, and the order of the selected.
+fn shared_bytes(mapping: Mapping, k: usize, capacity: usize) -> usize {
+    let inbox = matches!(mapping, Mapping::Cluster(_)) as usize;
+    2 * 4 * BINS + (1 + inbox) * 8 * capacity + 2 * k.next_power_of_two().max(64)
+}
+
+fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
+    let blocks = mapping.blocks() as usize;
+    let device = &request.device;
+    match mapping {
+        Mapping::Split(2 | 4 | 8 | 16) if request.m * blocks > split_blocks(device) => bail!(
+            "{OP}: {} rows of {blocks} blocks are planned, {} blocks share rows through the workspace at most",
+            request.m,
+            split_blocks(device)
+        ),
+        Mapping::Cluster(2 | 4 | 8 | 16) if blocks > device.cluster => bail!(
+            "{OP}: a cluster of {blocks} blocks is planned, the device has clusters of up to {}",
+            device.cluster
+        ),
+        Mapping::Split(2 | 4 | 8 | 16) | Mapping::Cluster(2 | 4 | 8 | 16) => Ok(mapping),
+        Mapping::Split(_) | Mapping::Cluster(_) => {
+            bail!("{OP}: {blocks} blocks a row are planned, 2, 4, 8 or 16 are accepted")
+        }
+        Mapping::RowLocal if request.n > resident(request.dtype) => bail!(
+            "{OP}: rows are {} wide, up to {} {:?} scores are held in registers",
+            request.n,
+            resident(request.dtype),
+            request.dtype
+        ),
+        Mapping::Block | Mapping::RowLocal => Ok(mapping),
+    }
+}
+
+/// The widest row that a block of 1024 threads holds in registers, four vectors a thread, wherever
+/// it starts.
+fn resident(dtype: DType) -> usize {
+    4 * 1024 * 16 / dtype.size_in_bytes()
+}
+
+// What follows was measured on an H200: see `docs` in the repository's benches.
+
+/// The shortest part of a row that is worth a block of its own.
+const SLICE: usize = 8192;
+
+fn mapping(request: &PlanRequest) -> Mapping {
+    let PlanRequest {
+        m,
+        n,
+        dtype,
+        device,
+        ..
+    } = *request;
+    let clusters = device.cluster > 0 && device.capability == (9, 0);
+    // As many blocks as the device runs at once, of half the threads it has room for.
+    let room = 2 * device.multiprocessors / m.max(1);
+    let blocks = [16, 8, 4, 2]
+        .into_iter()
+        .find(|&blocks| blocks <= room && blocks * SLICE <= n.next_power_of_two());
+    match blocks {
+        Some(blocks) if clusters => Mapping::Cluster(blocks.min(device.cluster) as u32),
+        Some(blocks) => Mapping::Split(blocks as u32),
+        None if m <= device.multiprocessors && n <= resident(dtype) => Mapping::RowLocal,
+        None => Mapping::Block,
+    }
+}
+
+fn stride(mapping: Mapping, n: usize) -> u32 {
+    match mapping {
+        Mapping::Block if n >= 1 << 17 => 64,
+        _ => match n {
+            0..=16_384 => 8,
+            16_385..=65_536 => 16,
+            65_537..=262_144 => 32,
+            _ => 64,
+        },
+    }
+}
+
+fn deviations(mapping: Mapping) -> f32 {
+    match mapping {
+        Mapping::Block => 3.0,
+        // Of few rows the slowest counts.
+        _ => 4.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(m: usize, n: usize, device: DeviceProps) -> PlanRequest {
+        PlanRequest {
+            k: 2048,
+            m,
+            n,
+            pitch: n,
+            dtype: DType::F32,
+            device,
+            overrides: Overrides::default(),
+        }
+    }
+
+    #[test]
+    fn every_shape_has_a_plan_that_fits() -> Result<()> {
+        for device in [DeviceProps::H200, DeviceProps::A100] {
+            for m in [0, 1, 2, 8, 31, 64, 128, 132, 256, 512, 8192, 1 << 20] {
+                for n in [
+                    1,
+                    7,
+                    2048,
+                    8192,
+                    8193,
+                    32768,
+                    131_072,
+                    131_073,
+                    1 << 20,
+                    1 << 30,
+                ] {
+                    for k in [1, 7, 2048, 4096] {
+                        let plan = plan(&PlanRequest {
+                            k,
+                            ..request(m, n, device)
+                        })?;
+                        let what = format!("{k}, {m} x {n}: {plan}");
+                        assert!(plan.shared_bytes <= device.shared_per_block, "{what}");
+                        assert!(plan.workspace_bytes <= workspace_bytes(&device), "{what}");
+                        assert!(plan.workspace_bytes <= 16 << 20, "{what}");
+                        assert!(plan.capacity >= k + SLACK, "{what}");
+                        assert_eq!(plan.grid, m * plan.mapping.blocks() as usize);
+                        check_mapping(plan.mapping, &request(m, n, device))?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn mappings() -> Result<()> {
+        let h200 =
+            |m, n| Ok::<_, candle_core::Error>(plan(&request(m, n, DeviceProps::H200))?.mapping);
+        assert_eq!(h200(1, 8192)?, Mapping::RowLocal);
+        assert_eq!(h200(1, 131_072)?, Mapping::Cluster(16));
+        assert_eq!(h200(64, 131_072)?, Mapping::Cluster(4));
+        assert_eq!(h200(512, 131_072)?, Mapping::Block);
+        let a100 = plan(&request(1, 131_072, DeviceProps::A100))?;
+        assert_eq!(a100.mapping, Mapping::Split(16));
+        assert!(a100.workspace_bytes > 0);
+        Ok(())
+    }
+
+    #[test]
+    fn overrides() -> Result<()> {
+        let with = |overrides| {
+            plan(&PlanRequest {
+                overrides,
+                ..request(4, 131_072, DeviceProps::H200)
+            })
+        };
+        let forced = with(Overrides {
+            mapping: Some(Mapping::Split(2)),
+            stride: Some(128),
+            margin: Some(1.5),
+            band: Some(false),
+            view: Some(View::FixedStride),
+        })?;
+        assert_eq!(
+            forced.to_string(),
+            "split-2, stride 128 fixed, margin 1.5, no band, 8 blocks, 68 KiB shared, 256 KiB workspace"
+        );
+        let refused = |overrides| with(overrides).expect_err("refused").to_string();
+        let mapping = |mapping| Overrides {
+            mapping: Some(mapping),
+            ..Overrides::default()
+        };
+        assert!(refused(mapping(Mapping::Split(3))).contains("3 blocks"));
+        assert!(refused(mapping(Mapping::Cluster(32))).contains("32"));
+        assert!(refused(mapping(Mapping::RowLocal)).contains("16384"));
+        assert!(refused(Overrides {
+            stride: Some(48),
+            ..Overrides::default()
+        })
+        .contains("48"));
+        assert!(refused(Overrides {
+            margin: Some(f32::NAN),
+            ..Overrides::default()
+        })
+        .contains("NaN"));
+        Ok(())
+    }
+}
