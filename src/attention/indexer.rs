@@ -3,7 +3,8 @@
 use super::keys::{Bounded, Form, Located, Placement, Places, Visible};
 use super::parts::{check_dense, check_device, check_f32, shown, write_to, Backend, Held, Part};
 use super::{cpu, cuda, no_metal};
-use candle_core::{bail, CpuStorage, DType, Result, Shape, Storage, Tensor};
+use crate::selection::{Bounds, Selection, TopK};
+use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor};
 
 const OP: &str = "indexer_scores";
 
@@ -381,4 +382,100 @@ pub(crate) fn scores_into(checked: &Checked, out: &Tensor) -> Result<()> {
         Storage::Cpu(_) => cpu::indexer_scores(&held.request(), out.f32(), rows),
         _ => cuda::indexer_scores_into(&held.request(), out.cuda(), rows),
     })
+}
+
+const TOPK: &str = "index_topk";
+
+/// The positions of the K best [`indexer_scores`] of each row: U32 `[S, K]`, and how many each row
+/// has, U32 `[S]`. K, and the order of the positions, are the selector's; see
+/// [`selection`](crate::selection) for ties, NaN and the sentinel. A row that sees no more than K
+/// keys takes them all. Positions are those of [`IndexKeys`].
+///
+/// Rows are scored and selected in chunks whose scores take at most `budget` bytes, so that the
+/// `[S, T]` scores never exist whole; results do not depend on it.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_topk::attention::{index_topk, IndexKeys, Visible};
+/// use candle_topk::selection::{Order, TopK};
+///
+/// # fn main() -> candle_core::Result<()> {
+/// let device = &Device::Cpu;
+/// // Two sequences in decoding, a new token each, in pages of two keys.
+/// let q = Tensor::new(&[[[1f32, 0.]], [[0., 1.]]], device)?;
+/// let weights = Tensor::ones((2, 1), candle_core::DType::F32, device)?;
+/// let pages = Tensor::new(&[[[3f32, 0.], [1., 0.]], [[2., 9.], [0., 5.]], [[0., 7.], [4., 0.]]], device)?;
+/// let table = Tensor::new(&[[0u32, 2], [1, u32::MAX]], device)?;
+/// let lengths = Tensor::new(&[4u32, 1], device)?;
+/// let top = TopK::new(2)?.order(Order::ByPosition);
+/// let keys = IndexKeys::paged(&pages, &table);
+/// let chosen = index_topk(&q, &keys, &weights, &Visible::decode(&lengths), &top, 1 << 20)?;
+/// assert_eq!(chosen.positions.to_vec2::<u32>()?, [[0, 3], [0, u32::MAX]]);
+/// assert_eq!(chosen.counts.to_vec1::<u32>()?, [2, 1]);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// As [`indexer_scores`] and [`TopK::select`], and for a budget below the scores of one row.
+pub fn index_topk(
+    q: &Tensor,
+    keys: &IndexKeys,
+    weights: &Tensor,
+    visible: &Visible,
+    top: &TopK,
+    budget: usize,
+) -> Result<Selection> {
+    let checked = Checked::new(TOPK, q, keys, weights, visible)?;
+    let (rows, width) = (checked.rows, checked.places.length);
+    let device = checked.q.device();
+    if rows == 0 || width == 0 {
+        return Ok(Selection {
+            positions: Tensor::full(u32::MAX, (rows, top.k()), device)?,
+            counts: Tensor::zeros(rows, DType::U32, device)?,
+            values: None,
+        });
+    }
+    let row = width * size_of::<f32>();
+    let each = (budget / row).min(rows);
+    if each == 0 {
+        bail!("{TOPK}: the budget is {budget} bytes, the scores of one row take {row}")
+    }
+    let scores = unset(device, (each, width))?;
+    let mut chosen = Vec::with_capacity(rows.div_ceil(each));
+    for first in (0..rows).step_by(each) {
+        let count = each.min(rows - first);
+        let part = checked.narrow(first, count)?;
+        let scores = scores.narrow(0, 0, count)?;
+        scores_into(&part, &scores)?;
+        let mut bounds = Bounds::full();
+        if let Some(ends) = &part.ends {
+            bounds = Bounds::ends(ends);
+        }
+        if let Some(starts) = &part.starts {
+            bounds = bounds.with_start(starts);
+        }
+        chosen.push(top.select(&scores, &bounds)?);
+    }
+    if let [_] = chosen[..] {
+        return Ok(chosen.remove(0));
+    }
+    let joined = |part: fn(&Selection) -> Option<&Tensor>| -> Result<Option<Tensor>> {
+        let parts: Option<Vec<_>> = chosen.iter().map(part).collect();
+        parts.map(|parts| Tensor::cat(&parts, 0)).transpose()
+    };
+    Ok(Selection {
+        positions: joined(|s| Some(&s.positions))?.expect("each part has positions"),
+        counts: joined(|s| Some(&s.counts))?.expect("each part has counts"),
+        values: joined(|s| s.values.as_ref())?,
+    })
+}
+
+/// A tensor of f32 whose elements are written before they are read.
+fn unset(device: &Device, shape: (usize, usize)) -> Result<Tensor> {
+    if device.is_cpu() {
+        return Tensor::zeros(shape, DType::F32, device);
+    }
+    // SAFETY: the scores of what a row sees are written, and the selector reads no others.
+    unsafe { Tensor::empty(shape, DType::F32, device) }
 }

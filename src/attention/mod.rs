@@ -6,12 +6,13 @@ mod cuda;
 #[cfg(not(feature = "cuda"))]
 #[path = "no_cuda.rs"]
 mod cuda;
+pub mod dsa;
 mod indexer;
 mod keys;
 mod parts;
 mod sparse;
 
-pub use indexer::{indexer_scores, indexer_scores_into, IndexKeys};
+pub use indexer::{index_topk, indexer_scores, indexer_scores_into, IndexKeys};
 pub use keys::Visible;
 pub use sparse::{Attention, KeyValues, SparseAttention, SparseAttentionOp, Values};
 

@@ -4,6 +4,7 @@
 
 pub mod attention;
 pub mod cases;
+pub mod dsa;
 pub mod into;
 pub mod machine;
 pub mod processor;

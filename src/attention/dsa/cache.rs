@@ -76,7 +76,9 @@ impl DsaCache {
         match self.lengths.get_mut(sequence) {
             None => bail!("{OP}: the sequence is {sequence}, the cache holds {sequences}"),
             Some(own) if length > *own => {
-                bail!("{OP}: sequence {sequence} has {own} tokens, it can't be truncated to {length}")
+                bail!(
+                    "{OP}: sequence {sequence} has {own} tokens, it can't be truncated to {length}"
+                )
             }
             Some(own) => *own = length,
         }
@@ -111,7 +113,13 @@ impl DsaCache {
 
     /// Writes `[b, n, ..]` behind the tokens of the sequences from `first` on, whose new lengths
     /// are `grown`.
-    pub(super) fn write(&self, first: usize, grown: &[usize], latent: &Tensor, index_keys: Option<&Tensor>) -> Result<()> {
+    pub(super) fn write(
+        &self,
+        first: usize,
+        grown: &[usize],
+        latent: &Tensor,
+        index_keys: Option<&Tensor>,
+    ) -> Result<()> {
         append(&self.latent, first, grown, latent)?;
         match (&self.index_keys, index_keys) {
             (Some(cache), Some(keys)) => append(cache, first, grown, keys),

@@ -316,8 +316,7 @@ impl Raw {
             indexer_types,
             first_k_dense_replace: self.first_k_dense_replace.unwrap_or(0),
             weight_block_size: quantization.and_then(|q| q.weight_block_size),
-            ue8m0: quantization
-                .is_some_and(|q| q.scale_fmt.as_deref() == Some("ue8m0")),
+            ue8m0: quantization.is_some_and(|q| q.scale_fmt.as_deref() == Some("ue8m0")),
             model_type: self.model_type,
         })
     }
@@ -377,9 +376,9 @@ impl Rope {
         match self.rope_type.as_deref() {
             None | Some("default") => return Ok(None),
             Some("yarn") => (),
-            Some(other) => bail!(
-                "{OP}: the RoPE scaling is {other:?}, \"yarn\" and \"default\" are accepted"
-            ),
+            Some(other) => {
+                bail!("{OP}: the RoPE scaling is {other:?}, \"yarn\" and \"default\" are accepted")
+            }
         }
         let Some(trained) = self.original_max_position_embeddings.filter(|&n| n > 0) else {
             bail!("{OP}: YaRN needs original_max_position_embeddings")
@@ -463,7 +462,9 @@ mod tests {
         assert_eq!(config.indexer_rope, RopeLayout::Interleaved);
         assert_eq!((config.rope_theta, config.yarn), (1e6, None));
         use IndexerType::{Full, Shared};
-        let types = [Full, Full, Shared, Shared, Shared, Full, Shared, Shared, Shared];
+        let types = [
+            Full, Full, Shared, Shared, Shared, Full, Shared, Shared, Shared,
+        ];
         assert_eq!(config.indexer_types, types);
         assert_eq!(config.indexer_type(5)?, Full);
         assert!(config.indexer_type(9).is_err());
@@ -475,8 +476,14 @@ mod tests {
         use IndexerType::{Full, Shared};
         for (name, value) in [
             ("index_topk_pattern", serde_json::json!("FSF")),
-            ("index_topk_pattern", serde_json::json!(["full", "shared", "full"])),
-            ("indexer_types", serde_json::json!(["full", "shared", "full"])),
+            (
+                "index_topk_pattern",
+                serde_json::json!(["full", "shared", "full"]),
+            ),
+            (
+                "indexer_types",
+                serde_json::json!(["full", "shared", "full"]),
+            ),
         ] {
             let json = edited(|config| {
                 config.insert("num_hidden_layers".into(), 3.into());
@@ -494,15 +501,39 @@ mod tests {
     fn refusals() {
         type Edit = fn(&mut serde_json::Map<String, serde_json::Value>);
         let cases: [(Edit, &str); 9] = [
-            (|c| drop(c.insert("model_type".into(), "llama".into())), "model_type is \"llama\""),
-            (|c| drop(c.insert("q_lora_rank".into(), serde_json::Value::Null)), "q_lora_rank"),
-            (|c| drop(c.insert("index_topk".into(), 0.into())), "index_topk is 0"),
+            (
+                |c| drop(c.insert("model_type".into(), "llama".into())),
+                "model_type is \"llama\"",
+            ),
+            (
+                |c| drop(c.insert("q_lora_rank".into(), serde_json::Value::Null)),
+                "q_lora_rank",
+            ),
+            (
+                |c| drop(c.insert("index_topk".into(), 0.into())),
+                "index_topk is 0",
+            ),
             (|c| drop(c.remove("index_topk")), "index_topk"),
-            (|c| drop(c.insert("index_head_dim".into(), 32.into())), "index_head_dim = 32"),
-            (|c| drop(c.insert("num_key_value_heads".into(), 8.into())), "num_key_value_heads is 8"),
-            (|c| drop(c.insert("index_topk_pattern".into(), "FX".into())), "\"X\""),
-            (|c| drop(c.insert("index_topk_pattern".into(), "F".into())), "61"),
-            (|c| c["rope_scaling"]["type"] = "linear".into(), "\"linear\""),
+            (
+                |c| drop(c.insert("index_head_dim".into(), 32.into())),
+                "index_head_dim = 32",
+            ),
+            (
+                |c| drop(c.insert("num_key_value_heads".into(), 8.into())),
+                "num_key_value_heads is 8",
+            ),
+            (
+                |c| drop(c.insert("index_topk_pattern".into(), "FX".into())),
+                "\"X\"",
+            ),
+            (
+                |c| drop(c.insert("index_topk_pattern".into(), "F".into())),
+                "61",
+            ),
+            (
+                |c| c["rope_scaling"]["type"] = "linear".into(),
+                "\"linear\"",
+            ),
         ];
         for (edit, part) in cases {
             let message = DsaConfig::from_json(&edited(edit)).unwrap_err().to_string();

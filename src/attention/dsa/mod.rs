@@ -40,9 +40,9 @@ pub use rope::Rope;
 
 use super::{index_topk, IndexKeys, KeyValues, SparseAttention, Values, Visible};
 use crate::selection::{Order, TopK};
-use candle_core::{bail, DType, Result, Tensor, D};
+use candle_core::{bail, DType, Result, Tensor};
 use candle_nn::VarBuilder;
-use rope::Rotation;
+use rope::{joined, Rotation};
 use weights::{check_hidden, LayerNorm, Linear, RmsNorm};
 
 const OP: &str = "DsaAttention";
@@ -126,7 +126,12 @@ impl Indexer {
     }
 
     /// Queries `[R, H, D]` and weights `[R, H]`, for scores without any further scale.
-    fn queries(&self, x: &Tensor, latent: &Tensor, rotation: &Rotation) -> Result<(Tensor, Tensor)> {
+    fn queries(
+        &self,
+        x: &Tensor,
+        latent: &Tensor,
+        rotation: &Rotation,
+    ) -> Result<(Tensor, Tensor)> {
         let rows = x.dims()[0];
         let q = self.q_b.forward(latent)?;
         let q = q.reshape((rows, self.heads, self.dim))?;
@@ -156,8 +161,7 @@ impl DsaAttention {
         let (latent, value) = (config.kv_lora_rank, config.v_head_dim);
         let (hidden, rank) = (config.hidden_size, config.q_lora_rank);
         let bias = config.attention_bias;
-        let linear =
-            |name, sizes, bias| Linear::load(config, &vb, name, sizes, bias);
+        let linear = |name, sizes, bias| Linear::load(config, &vb, name, sizes, bias);
         let kv_b = linear("kv_b_proj", (heads * (nope + value), latent), false)?;
         let kv_b = kv_b.weight.reshape((heads, nope + value, latent))?;
         Ok(Self {
@@ -241,6 +245,13 @@ impl DsaAttention {
             bail!("{OP}: the layer has no indexer, the positions of a layer before it are needed")
         }
 
+        if rows == 0 {
+            return Ok(DsaOutput {
+                hidden: x.clone(),
+                positions: Tensor::zeros((0, self.topk), DType::U32, x.device())?,
+            });
+        }
+
         let device = x.device();
         let at = |length: &usize| (*length - tokens) as u32..*length as u32;
         let places: Vec<u32> = grown.iter().flat_map(at).collect();
@@ -255,7 +266,7 @@ impl DsaAttention {
         let latent = self.kv_a_norm.forward(&kv.narrow(1, 0, self.latent)?)?;
         let rotated = kv.narrow(1, self.latent, self.rotated)?.unsqueeze(1)?;
         let rotated = rotation.apply(&rotated, 0, RopeLayout::Interleaved)?;
-        let key = Tensor::cat(&[&latent.unsqueeze(1)?, &rotated], D::Minus1)?;
+        let key = joined(&[latent.unsqueeze(1)?, rotated])?;
         let key = key.reshape((sequences, tokens, 1, self.latent + self.rotated))?;
         let index_keys = match &self.indexer {
             Some(indexer) => {
@@ -291,7 +302,7 @@ impl DsaAttention {
             .contiguous()?
             .matmul(&self.to_latent)?
             .transpose(0, 1)?;
-        let q = Tensor::cat(&[&absorbed, &rotated], D::Minus1)?;
+        let q = joined(&[absorbed, rotated])?;
         let kv = KeyValues::batched(&cached(&cache.latent)?, Values::OfKeys(self.latent));
         let attention = SparseAttention::new(self.scale)
             .with_visible(&visible)

@@ -87,6 +87,15 @@ impl Rotation {
         if end < width {
             parts.push(x.narrow(2, end, width - end)?);
         }
-        Tensor::cat(&parts, D::Minus1)
+        joined(&parts)
     }
+}
+
+/// Vectors one behind the other, dense: of strided parts Candle's cat makes a strided whole.
+pub(super) fn joined(parts: &[Tensor]) -> Result<Tensor> {
+    let dense: Vec<_> = parts
+        .iter()
+        .map(Tensor::contiguous)
+        .collect::<Result<_>>()?;
+    Tensor::cat(&dense, D::Minus1)
 }

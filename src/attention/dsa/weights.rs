@@ -88,9 +88,9 @@ const EPS: f64 = 1e-6;
 
 impl RmsNorm {
     pub fn load(vb: &VarBuilder, name: &str, dim: usize) -> Result<Self> {
-        let weight =
-            vb.pp(name)
-                .get_with_hints(dim, "weight", candle_nn::Init::Const(1.0))?;
+        let weight = vb
+            .pp(name)
+            .get_with_hints(dim, "weight", candle_nn::Init::Const(1.0))?;
         Ok(Self { weight })
     }
 
@@ -120,15 +120,17 @@ impl LayerNorm {
 
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let wide = x.to_dtype(DType::F32)?.contiguous()?;
-        candle_nn::ops::layer_norm(&wide, &self.weight, &self.bias, EPS as f32)?
-            .to_dtype(x.dtype())
+        candle_nn::ops::layer_norm(&wide, &self.weight, &self.bias, EPS as f32)?.to_dtype(x.dtype())
     }
 }
 
 /// Refuses hidden states of another shape, dtype or device.
 pub fn check_hidden(op: &str, x: &Tensor, weight: &Tensor, width: usize) -> Result<(usize, usize)> {
     let &[sequences, tokens, hidden] = x.dims() else {
-        bail!("{op}: the hidden states have shape {:?}, [B, n, {width}] is needed", x.dims())
+        bail!(
+            "{op}: the hidden states have shape {:?}, [B, n, {width}] is needed",
+            x.dims()
+        )
     };
     if hidden != width || x.dtype() != weight.dtype() {
         bail!(
