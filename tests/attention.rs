@@ -65,6 +65,19 @@ fn score_refusals() -> Result<()> {
 }
 
 #[test]
+fn index_topk_is_exact() -> Result<()> {
+    for dtype in [DType::F32, DType::BF16, DType::F8E4M3] {
+        cases::index_topk_is_exact(dtype, CPU)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn index_topk_of_caches() -> Result<()> {
+    cases::index_topk_of_caches(CPU)
+}
+
+#[test]
 fn attention_in_f32() -> Result<()> {
     cases::attention_forms(DType::F32, CPU)
 }

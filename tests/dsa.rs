@@ -52,6 +52,14 @@ fn fp8_weights() -> Result<()> {
 }
 
 #[test]
+fn fp8_index_keys() -> Result<()> {
+    for name in MODELS {
+        cases::fp8_index_keys(name, CPU)?;
+    }
+    Ok(())
+}
+
+#[test]
 fn layer_refusals() -> Result<()> {
     cases::layer_refusals(CPU)
 }

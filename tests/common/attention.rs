@@ -3,8 +3,10 @@
 use super::{normal, rng};
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_topk::attention::{
-    indexer_scores, indexer_scores_into, IndexKeys, KeyValues, SparseAttention, Values, Visible,
+    index_topk, indexer_scores, indexer_scores_into, IndexKeys, KeyValues, SparseAttention, Values,
+    Visible,
 };
+use candle_topk::selection::{Order, TopK};
 use rand::{rngs::StdRng, Rng};
 
 pub const NONE: u32 = u32::MAX;
@@ -721,6 +723,209 @@ pub fn score_refusals(device: &Device) -> Result<()> {
     refused(
         indexer_scores_into(&q, &packed, &w, &all, &out),
         &["output lies in the storage of an operand"],
+    );
+    Ok(())
+}
+
+// ---------------------------------------------------------------- scores and selection
+
+/// The set that a stable sort of the scores gives, by position.
+fn best(scores: &[f64], start: usize, end: usize, k: usize) -> Vec<u32> {
+    let mut order: Vec<usize> = (start..end).collect();
+    order.sort_by(|&a, &b| scores[b].partial_cmp(&scores[a]).unwrap());
+    order.truncate(k);
+    order.sort_unstable();
+    order.into_iter().map(|p| p as u32).collect()
+}
+
+/// Positions are those of a stable sort of the scores as computed, under any budget.
+pub fn index_topk_is_exact(dtype: DType, device: &Device) -> Result<()> {
+    let mut seed = 300;
+    for (rows, length, k) in [
+        (1, 1, 1),
+        (9, 200, 16),
+        (9, 200, 199),
+        (9, 200, 200),
+        (9, 200, 201),
+        (30, 40, 64),
+        (3, 5000, 2048),
+        (0, 10, 4),
+        (4, 0, 4),
+    ] {
+        seed += 1;
+        let case = ScoreCase {
+            rows,
+            length,
+            heads: 2,
+            dim: 32,
+            dtype,
+            scaled: seed % 2 == 0,
+        };
+        let random = case.random(seed, device)?;
+        let visible = random.visible(seed as usize, device)?;
+        let scores = numbers(&random.scores(seed as usize, device)?)?;
+        let top = TopK::new(k)?.order(Order::ByPosition).with_values();
+        let row = (length * 4).max(1);
+        for budget in [row, 3 * row + 1, 1 << 30] {
+            let chosen = index_topk(
+                &random.q,
+                &random.keys(),
+                &random.weights,
+                &visible,
+                &top,
+                budget,
+            )?;
+            assert_eq!(chosen.positions.dims(), [rows, k]);
+            let positions = chosen
+                .positions
+                .to_device(&Device::Cpu)?
+                .flatten_all()?
+                .to_vec1::<u32>()?;
+            let counts = chosen.counts.to_device(&Device::Cpu)?.to_vec1::<u32>()?;
+            let values = match &chosen.values {
+                Some(values) => numbers(values)?,
+                None => vec![0.0; rows * k],
+            };
+            for r in 0..rows {
+                let (start, end) = (
+                    clamp(random.starts[r], length),
+                    clamp(random.ends[r], length),
+                );
+                let own = &scores[r * length..(r + 1) * length];
+                let wanted = best(own, start, end.max(start), k);
+                let what = format!("{rows} x {length}, k {k}, budget {budget}, row {r}");
+                assert_eq!(counts[r] as usize, wanted.len(), "{what}");
+                let positions = &positions[r * k..(r + 1) * k];
+                assert_eq!(positions[..wanted.len()], wanted, "{what}");
+                assert!(
+                    positions[wanted.len()..].iter().all(|&p| p == NONE),
+                    "{what}"
+                );
+                for (i, &p) in wanted.iter().enumerate() {
+                    assert_eq!(values[r * k + i], own[p as usize], "{what}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Decoding with a paged cache, mixed short and long sequences, and packed prefill of the same
+/// tokens choose the same keys; equal scores go to the lowest positions.
+pub fn index_topk_of_caches(device: &Device) -> Result<()> {
+    let rng = &mut rng(41);
+    let (length, heads, dim, k) = (64, 4, 32, 12);
+    let lengths = [64i64, 1, 12, 0, 13, 40];
+    let (sequences, n) = (lengths.len(), 2i64);
+    let rows = sequences * n as usize;
+    let q = tensor(
+        &normals(rows * heads * dim, rng),
+        &[rows, heads, dim],
+        DType::BF16,
+        device,
+    )?;
+    let weights = tensor(
+        &normals(rows * heads, rng),
+        &[rows, heads],
+        DType::F32,
+        device,
+    )?;
+    let keys = tensor(
+        &normals(sequences * length * dim, rng),
+        &[sequences, length, dim],
+        DType::BF16,
+        device,
+    )?;
+    let top = TopK::new(k)?.order(Order::ByPosition);
+    let run = |keys: &IndexKeys, visible: &Visible, budget| -> Result<Vec<Vec<u32>>> {
+        let chosen = index_topk(&q, keys, &weights, visible, &top, budget)?;
+        chosen.positions.to_device(&Device::Cpu)?.to_vec2::<u32>()
+    };
+    let decode = Visible::decode(&ints(&lengths, 0, device)?);
+    let batched = run(&IndexKeys::batched(&keys), &decode, 1 << 30)?;
+    for page in [4, 16] {
+        let (pool, table) = paged(&keys, page, &lengths, rng)?;
+        let table = ints(&table, page / 4, device)?.reshape((sequences, length / page))?;
+        let keys = IndexKeys::paged(&pool, &table);
+        assert_eq!(run(&keys, &decode, 1 << 30)?, batched, "pages of {page}");
+        // In chunks that cut sequences in two.
+        assert_eq!(
+            run(&keys, &decode, 3 * length * 4)?,
+            batched,
+            "pages of {page}, in chunks"
+        );
+    }
+    for (row, positions) in batched.iter().enumerate() {
+        let end = clamp(lengths[row / 2] - n + 1 + (row % 2) as i64, length);
+        let valid = positions.iter().filter(|&&p| p != NONE).count();
+        assert_eq!(valid, end.min(k), "row {row}");
+        assert!(
+            positions[..valid].windows(2).all(|p| p[0] < p[1]),
+            "row {row}"
+        );
+        assert!(
+            positions[..valid].iter().all(|&p| (p as usize) < end),
+            "row {row}"
+        );
+        if end <= k {
+            let all: Vec<u32> = (0..end as u32).collect();
+            assert_eq!(positions[..valid], all, "row {row}");
+        }
+    }
+
+    // The same as a packed prefill: positions become rows of the packed keys.
+    let used: Vec<Tensor> = lengths
+        .iter()
+        .enumerate()
+        .map(|(b, &length)| {
+            keys.narrow(0, b, 1)?
+                .squeeze(0)?
+                .narrow(0, 0, length as usize)
+        })
+        .collect::<Result<_>>()?;
+    let packed = Tensor::cat(&used, 0)?;
+    let cumulative = |each: &mut dyn Iterator<Item = i64>| -> Vec<i64> {
+        let mut sum = 0;
+        std::iter::once(0)
+            .chain(each.map(|n| {
+                sum += n;
+                sum
+            }))
+            .collect()
+    };
+    let queries = cumulative(&mut lengths.iter().map(|_| n));
+    let starts = cumulative(&mut lengths.iter().copied());
+    let visible = Visible::packed(
+        &ints(&queries, 1, device)?,
+        &ints(&starts, 0, device)?,
+        None,
+    );
+    let chosen = run(&IndexKeys::packed(&packed), &visible, 1 << 30)?;
+    for (row, (chosen, batched)) in chosen.iter().zip(&batched).enumerate() {
+        let start = starts[row / 2] as u32;
+        let wanted: Vec<u32> = batched
+            .iter()
+            .map(|&p| if p == NONE { NONE } else { p + start })
+            .collect();
+        assert_eq!(chosen, &wanted, "row {row}");
+    }
+
+    // Heads that all see nothing: every score is 0, and the first positions win.
+    let zeros = weights.zeros_like()?;
+    let chosen = index_topk(
+        &q,
+        &IndexKeys::batched(&keys),
+        &zeros,
+        &Visible::all(),
+        &top,
+        1 << 30,
+    )?;
+    for row in chosen.positions.to_device(&Device::Cpu)?.to_vec2::<u32>()? {
+        assert_eq!(row, (0..k as u32).collect::<Vec<_>>());
+    }
+    refused(
+        index_topk(&q, &IndexKeys::batched(&keys), &weights, &decode, &top, 255),
+        &["index_topk", "budget is 255", "256"],
     );
     Ok(())
 }

@@ -433,6 +433,42 @@ pub fn fp8_weights(device: &Device) -> Result<()> {
     Ok(())
 }
 
+/// Index keys in fp8 choose nearly the same positions, and decode as they prefill.
+pub fn fp8_index_keys(name: &str, device: &Device) -> Result<()> {
+    for ue8m0 in [false, true] {
+        let mut fixture = Fixture::load(name, DType::F32, device)?;
+        fixture.config.ue8m0 = ue8m0;
+        let layer = fixture.layer(0)?;
+        let x = fixture.hidden("x")?;
+        let cache = || fixture.cache(0, 2, TOKENS)?.with_fp8_index_keys();
+        let whole = layer.forward(&x, &mut cache()?, 0, None)?;
+        let chosen = whole.positions.to_device(&Device::Cpu)?.to_vec2::<u32>()?;
+        let wanted = fixture.chosen("whole")?;
+        let (mut common, mut all) = (0, 0);
+        for (own, wanted) in chosen.iter().zip(&wanted) {
+            common += wanted.iter().filter(|p| own.contains(p)).count();
+            all += wanted.len();
+        }
+        let share = common as f64 / all as f64;
+        assert!(
+            (0.95..1.0).contains(&share),
+            "{name}: {share} of the positions"
+        );
+
+        let mut decoded = cache()?;
+        layer.forward(&x.narrow(1, 0, PROMPT)?, &mut decoded, 0, None)?;
+        for t in PROMPT..TOKENS {
+            let token = layer.forward(&x.narrow(1, t, 1)?, &mut decoded, 0, None)?;
+            close(
+                &token.hidden,
+                &whole.hidden.narrow(1, t, 1)?,
+                &format!("{name}, token {t}"),
+            )?;
+        }
+    }
+    Ok(())
+}
+
 pub fn layer_refusals(device: &Device) -> Result<()> {
     let mut fixture = Fixture::load("glm_moe_dsa", DType::F32, device)?;
     let layer = fixture.layer(0)?;

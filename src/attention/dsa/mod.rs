@@ -40,10 +40,11 @@ pub use rope::Rope;
 
 use super::{index_topk, IndexKeys, KeyValues, SparseAttention, Values, Visible};
 use crate::selection::{Order, TopK};
+use cache::CachedKeys;
 use candle_core::{bail, DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use rope::{joined, Rotation};
-use weights::{check_hidden, LayerNorm, Linear, RmsNorm};
+use weights::{check_hidden, Fp8, LayerNorm, Linear, RmsNorm};
 
 const OP: &str = "DsaAttention";
 
@@ -94,6 +95,7 @@ struct Indexer {
     k_norm: LayerNorm,
     /// In f32, as both models compute it.
     weights: Linear,
+    fp8: Fp8,
 }
 
 impl Indexer {
@@ -116,13 +118,29 @@ impl Indexer {
                 false,
                 DType::F32,
             )?,
+            fp8: Fp8::new(dim, config.ue8m0, vb.device())?,
         })
     }
 
-    /// Keys `[R, D]` of hidden states `[R, hidden]`.
-    fn keys(&self, x: &Tensor, rotation: &Rotation) -> Result<Tensor> {
+    /// Keys `[b, n, D]` of hidden states `[b n, hidden]`, in fp8 where the cache is.
+    fn keys(
+        &self,
+        x: &Tensor,
+        rotation: &Rotation,
+        tokens: usize,
+        fp8: bool,
+    ) -> Result<CachedKeys> {
         let keys = self.k_norm.forward(&self.k.forward(x)?)?.unsqueeze(1)?;
-        rotation.apply(&keys, 0, self.layout)?.squeeze(1)
+        let keys = rotation.apply(&keys, 0, self.layout)?;
+        let keys = keys.reshape((keys.dims()[0] / tokens, tokens, self.dim))?;
+        Ok(if fp8 {
+            let (keys, scales) = self.fp8.quantize(&keys)?;
+            let scales = Some(scales);
+            CachedKeys { keys, scales }
+        } else {
+            let scales = None;
+            CachedKeys { keys, scales }
+        })
     }
 
     /// Queries `[R, H, D]` and weights `[R, H]`, for scores without any further scale.
@@ -131,6 +149,7 @@ impl Indexer {
         x: &Tensor,
         latent: &Tensor,
         rotation: &Rotation,
+        fp8: bool,
     ) -> Result<(Tensor, Tensor)> {
         let rows = x.dims()[0];
         let q = self.q_b.forward(latent)?;
@@ -139,6 +158,11 @@ impl Indexer {
         // H^-1/2 of the sum, and D^-1/2 of the products: positive, so ReLU lets it through.
         let scale = ((self.heads * self.dim) as f64).powf(-0.5);
         let weights = (self.weights.forward(&x.to_dtype(DType::F32)?)? * scale)?;
+        if fp8 {
+            // The scale of a query is positive too, and goes into its weight.
+            let (q, scales) = self.fp8.quantize(&q)?;
+            return Ok((q, (weights * scales)?));
+        }
         Ok((q, weights))
     }
 }
@@ -268,11 +292,12 @@ impl DsaAttention {
         let rotated = rotation.apply(&rotated, 0, RopeLayout::Interleaved)?;
         let key = joined(&[latent.unsqueeze(1)?, rotated])?;
         let key = key.reshape((sequences, tokens, 1, self.latent + self.rotated))?;
+        let fp8 = cache
+            .index_keys
+            .as_ref()
+            .is_some_and(|c| c.scales.is_some());
         let index_keys = match &self.indexer {
-            Some(indexer) => {
-                let keys = indexer.keys(&x, &rotation)?;
-                Some(keys.reshape((sequences, tokens, indexer.dim))?)
-            }
+            Some(indexer) => Some(indexer.keys(&x, &rotation, tokens, fp8)?),
             None => None,
         };
         cache.write(first, &grown, &key, index_keys.as_ref())?;
@@ -282,9 +307,12 @@ impl DsaAttention {
             (Some(positions), _) => positions.clone(),
             (None, Some(_)) if longest <= self.topk => self.everything(&ends)?,
             (None, Some(indexer)) => {
-                let (q, weights) = indexer.queries(&x, &q_latent, &rotation)?;
-                let keys = cache.index_keys.as_ref().expect("the layer has an indexer");
-                let keys = IndexKeys::batched(&cached(keys)?);
+                let (q, weights) = indexer.queries(&x, &q_latent, &rotation, fp8)?;
+                let held = cache.index_keys.as_ref().expect("the layer has an indexer");
+                let mut keys = IndexKeys::batched(&cached(&held.keys)?);
+                if let Some(scales) = &held.scales {
+                    keys = keys.with_scales(&cached(scales)?);
+                }
                 // By position, so that equal sets are equal sequences, and sums equal bits.
                 let topk = TopK::new(self.topk)?.order(Order::ByPosition);
                 index_topk(&q, &keys, &weights, &visible, &topk, self.budget)?.positions

@@ -1,7 +1,7 @@
 //! Weights under the names of the checkpoints.
 
 use super::config::DsaConfig;
-use candle_core::{bail, DType, Result, Tensor, D};
+use candle_core::{bail, DType, Device, Result, Tensor, D};
 use candle_nn::VarBuilder;
 
 /// A linear map.
@@ -150,23 +150,118 @@ pub fn check_hidden(op: &str, x: &Tensor, weight: &Tensor, width: usize) -> Resu
     Ok((sequences, tokens))
 }
 
-/// Scales vectors to fp8: e4m3 and a scale for each, F8E4M3 of the same shape and F32 without the
-/// last dimension (`act_quant` of DeepSeek-V3.2, with one block a vector).
-pub fn quantized(x: &Tensor, power_of_two: bool) -> Result<(Tensor, Tensor)> {
-    let x = x.to_dtype(DType::F32)?;
-    let most = x.abs()?.max_keepdim(D::Minus1)?.maximum(1e-4)?;
-    let mut scale = (most / 448.0)?;
-    if power_of_two {
-        scale = power_of_two_above(&scale)?;
-    }
-    let fp8 = x
-        .broadcast_div(&scale)?
-        .clamp(-448f32, 448f32)?
-        .to_dtype(DType::F8E4M3)?;
-    Ok((fp8, scale.squeeze(D::Minus1)?))
+/// Vectors in fp8 (e4m3) with a scale for each: F8E4M3 of the same shape, and F32 without the last
+/// dimension (`act_quant` of DeepSeek-V3.2, of which a vector is one block).
+#[derive(Debug, Clone)]
+pub struct Fp8 {
+    /// Orthonormal, `[D, D]`: spreads outliers over the vector; products of two vectors that both
+    /// go through it stay what they are. Of a dimension that is no power of two there is none.
+    hadamard: Option<Tensor>,
+    power_of_two: bool,
 }
 
-/// 2^ceil(log2 x).
+impl Fp8 {
+    pub fn new(dim: usize, power_of_two: bool, device: &Device) -> Result<Self> {
+        let hadamard = dim.is_power_of_two().then(|| {
+            let scale = (dim as f32).powf(-0.5);
+            let sign = |i: usize, j: usize| match (i & j).count_ones() % 2 {
+                0 => scale,
+                _ => -scale,
+            };
+            let data = (0..dim * dim).map(|at| sign(at / dim, at % dim));
+            Tensor::from_vec(data.collect::<Vec<_>>(), (dim, dim), device)
+        });
+        Ok(Self {
+            hadamard: hadamard.transpose()?,
+            power_of_two,
+        })
+    }
+
+    /// Of `[.., D]`.
+    pub fn quantize(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        let dims = x.dims();
+        let dim = dims[dims.len() - 1];
+        let mut x = x.to_dtype(DType::F32)?;
+        if let Some(hadamard) = &self.hadamard {
+            let rows = x.elem_count() / dim;
+            x = x.reshape((rows, dim))?.matmul(hadamard)?.reshape(dims)?;
+        }
+        let most = x.abs()?.max_keepdim(D::Minus1)?.maximum(1e-4)?;
+        let mut scale = (most / 448.0)?;
+        if self.power_of_two {
+            scale = power_of_two_above(&scale)?;
+        }
+        let fp8 = x.broadcast_div(&scale)?.clamp(-448f32, 448f32)?;
+        Ok((fp8.to_dtype(DType::F8E4M3)?, scale.squeeze(D::Minus1)?))
+    }
+}
+
+/// The least power of two that is not below x, elementwise: exactly, though Candle's exp and log
+/// are only nearly right.
 fn power_of_two_above(x: &Tensor) -> Result<Tensor> {
-    ((x.log()? / std::f64::consts::LN_2)?.ceil()? * std::f64::consts::LN_2)?.exp()
+    const LEAST: i32 = -60;
+    let powers: Vec<f32> = (LEAST..=-LEAST).map(|e| 2f32.powi(e)).collect();
+    let powers = Tensor::from_vec(powers, (1 - 2 * LEAST) as usize, x.device())?;
+    let flat = x.flatten_all()?;
+    let nearest = (flat.log()? / std::f64::consts::LN_2)?.round()?;
+    let at = (nearest - LEAST as f64)?.clamp(0f32, (-2 * LEAST - 1) as f32)?;
+    let at = at.to_dtype(DType::U32)?;
+    let power = powers.index_select(&at, 0)?;
+    let twice = (&power * 2.0)?;
+    power
+        .ge(&flat)?
+        .where_cond(&power, &twice)?
+        .reshape(x.dims())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn powers_of_two() -> Result<()> {
+        let (mut x, mut wanted) = (Vec::new(), Vec::new());
+        for e in -22..20 {
+            let power = 2f32.powi(e);
+            for (factor, above) in [
+                (1.0, 1.0),
+                (1.0 + f32::EPSILON, 2.0),
+                (1.4, 2.0),
+                (1.42, 2.0),
+            ] {
+                x.push(power * factor);
+                wanted.push(power * above);
+            }
+            x.push(power * (1.0 - f32::EPSILON / 2.0));
+            wanted.push(power);
+        }
+        let x = Tensor::new(x, &Device::Cpu)?;
+        assert_eq!(power_of_two_above(&x)?.to_vec1::<f32>()?, wanted);
+        Ok(())
+    }
+
+    #[test]
+    fn quantized_vectors() -> Result<()> {
+        let x = Tensor::randn(0f32, 1.0, (5, 3, 128), &Device::Cpu)?;
+        let plain = Fp8 {
+            hadamard: None,
+            power_of_two: false,
+        };
+        let (fp8, scales) = plain.quantize(&x)?;
+        assert_eq!((fp8.dtype(), scales.dims()), (DType::F8E4M3, &[5, 3][..]));
+        let back = fp8
+            .to_dtype(DType::F32)?
+            .broadcast_mul(&scales.unsqueeze(2)?)?;
+        // Three bits of fraction: half of an eighth.
+        let error = ((back - &x)?.abs()? / x.abs()?.maximum(0.05)?)?;
+        assert!(error.max_all()?.to_scalar::<f32>()? <= 1.0 / 16.0 + 1e-3);
+        // Orthonormal: products stay what they are.
+        let rotated = Fp8::new(128, false, &Device::Cpu)?.hadamard.unwrap();
+        let a = x.reshape((15, 128))?;
+        let b = a.matmul(&rotated)?;
+        let difference = (a.matmul(&a.t()?)? - b.matmul(&b.t()?)?)?.abs()?;
+        assert!(difference.max_all()?.to_scalar::<f32>()? < 1e-3);
+        assert!(Fp8::new(96, false, &Device::Cpu)?.hadamard.is_none());
+        Ok(())
+    }
 }
