@@ -128,3 +128,8 @@ fn attention_of_many_rows() -> Result<()> {
 fn attention_refusals() -> Result<()> {
     cases::attention_refusals(CPU)
 }
+
+#[test]
+fn steps_into_buffers() -> Result<()> {
+    cases::steps_into_buffers(CPU)
+}

@@ -26,6 +26,14 @@ fn bf16_matches_transformers() -> Result<()> {
 }
 
 #[test]
+fn layouts_differ() -> Result<()> {
+    for name in MODELS {
+        cases::layouts_differ(name, CPU)?;
+    }
+    Ok(())
+}
+
+#[test]
 fn layers_share_positions() -> Result<()> {
     cases::shares_positions(CPU)
 }

@@ -3,7 +3,7 @@
 use super::indexer::{Rows, Scores};
 use super::keys::{Clamped, Locator, Places};
 use super::parts::{Floats, Ints, Part};
-use super::sparse::Attend;
+use super::sparse::{Attend, Source};
 use candle_core::{CpuStorage, Layout, Result};
 use rayon::prelude::*;
 
@@ -168,7 +168,8 @@ struct Attended<'a> {
     locator: Locator<'a>,
     bounds: Clamped<'a>,
     positions: &'a [u32],
-    layout: &'a Layout,
+    first: usize,
+    strides: [usize; 3],
     counts: Option<Ints<'a>>,
     width: usize,
     block: usize,
@@ -181,8 +182,12 @@ impl<'a> Attended<'a> {
         Ok(Self {
             locator: Locator::new(&request.located)?,
             bounds: Clamped::new(&request.bounded, length)?,
-            positions: request.positions.storage.as_slice::<u32>()?,
-            layout: request.positions.layout,
+            positions: match request.positions.source {
+                Source::Storage(storage) => storage.as_slice::<u32>()?,
+                Source::Buffer(buffer) => buffer.as_cpu(),
+            },
+            first: request.positions.start,
+            strides: request.positions.strides,
             counts: request.counts.as_ref().map(Ints::new).transpose()?,
             width: request.dims.width,
             block: request.dims.block,
@@ -200,8 +205,8 @@ impl<'a> Attended<'a> {
             None => self.width,
             Some(counts) => counts.get(row, 0).clamp(0, self.width as i64) as usize,
         };
-        let strides = self.layout.stride();
-        let first = self.layout.start_offset() + row * strides[0] + list * strides[1];
+        let strides = self.strides;
+        let first = self.first + row * strides[0] + list * strides[1];
         let mut keys = Vec::with_capacity(width * self.block);
         for entry in 0..width {
             let position = self.positions[first + entry * strides[2]];

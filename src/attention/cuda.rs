@@ -4,10 +4,11 @@
 //! are offsets; bounds, tables, maps, counts and positions are read on the device and may hold
 //! anything.
 
+use super::buffers::Workspace;
 use super::indexer::{Rows, Scores};
 use super::keys::Lengths;
 use super::sparse::Attend;
-use candle_core::{bail, CudaStorage, Layout, Result};
+use candle_core::{bail, CudaDevice, CudaStorage, Layout, Result};
 
 fn missing<T>(op: &str) -> Result<T> {
     bail!("{op}: q is on a CUDA device, and this version has no CUDA kernel of this op yet; move the tensors to the CPU with to_device")
@@ -18,6 +19,16 @@ pub(super) fn bounds(
     _: &Lengths<CudaStorage>,
     _: usize,
 ) -> Result<(Option<CudaStorage>, CudaStorage)> {
+    missing("visible keys")
+}
+
+/// The same into I64 tensors that begin at these elements, dense.
+pub(super) fn bounds_into(
+    _: &Lengths<CudaStorage>,
+    _: usize,
+    _: Option<(&mut CudaStorage, usize)>,
+    _: (&mut CudaStorage, usize),
+) -> Result<()> {
     missing("visible keys")
 }
 
@@ -43,8 +54,13 @@ pub(super) fn sparse_attention(_: &Attend<CudaStorage>) -> Result<(CudaStorage, 
 /// The same into tensors of these layouts.
 pub(super) fn sparse_attention_into(
     _: &Attend<CudaStorage>,
-    _: (&mut CudaStorage, &Layout),
-    _: (&mut CudaStorage, &Layout),
+    _: [(&mut CudaStorage, &Layout); 2],
+    _: &mut Workspace,
 ) -> Result<()> {
     missing("sparse_attention")
+}
+
+/// Bytes that any launch on this device finds enough for partial results.
+pub(super) fn workspace_bytes(_: &CudaDevice) -> Result<usize> {
+    missing("attention workspace")
 }

@@ -1,5 +1,6 @@
 //! Lightning-indexer scores, and positions chosen by them.
 
+use super::buffers::{IndexBuffers, Workspace};
 use super::keys::{Bounded, Form, Located, Placement, Places, Visible};
 use super::parts::{check_dense, check_device, check_f32, shown, write_to, Backend, Held, Part};
 use super::{cpu, cuda, no_metal};
@@ -448,14 +449,7 @@ pub fn index_topk(
         let part = checked.narrow(first, count)?;
         let scores = scores.narrow(0, 0, count)?;
         scores_into(&part, &scores)?;
-        let mut bounds = Bounds::full();
-        if let Some(ends) = &part.ends {
-            bounds = Bounds::ends(ends);
-        }
-        if let Some(starts) = &part.starts {
-            bounds = bounds.with_start(starts);
-        }
-        chosen.push(top.select(&scores, &bounds)?);
+        chosen.push(top.select(&scores, &selection_bounds(&part))?);
     }
     if let [_] = chosen[..] {
         return Ok(chosen.remove(0));
@@ -469,6 +463,50 @@ pub fn index_topk(
         counts: joined(|s| Some(&s.counts))?.expect("each part has counts"),
         values: joined(|s| s.values.as_ref())?,
     })
+}
+
+/// [`index_topk`] into buffers, all rows at once: the scores take the buffers' memory, and the
+/// positions lie where [`SparseAttention::forward_into`](super::SparseAttention::forward_into)
+/// reads them.
+///
+/// It allocates nothing, uploads nothing and reads nothing back where the bounds are
+/// [`Visible::all`] or [`Visible::between`] (see [`Visible::bounds_into`]), so a CUDA graph can hold
+/// it, with new lengths at every replay.
+///
+/// # Errors
+/// As [`index_topk`], and for more rows or keys than the buffers hold, no keys at all, and buffers
+/// of another K or device.
+pub fn index_topk_into(
+    q: &Tensor,
+    keys: &IndexKeys,
+    weights: &Tensor,
+    visible: &Visible,
+    top: &TopK,
+    out: &mut IndexBuffers,
+    workspace: &mut Workspace,
+) -> Result<()> {
+    let checked = Checked::new(TOPK, q, keys, weights, visible)?;
+    let (rows, width) = (checked.rows, checked.places.length);
+    workspace.check(TOPK, &checked.q)?;
+    let (most, widest) = out.scores.dims2()?;
+    if rows > most || width > widest || width == 0 {
+        bail!("{TOPK}: there are {rows} rows of {width} keys, the buffers are for up to {most} rows of 1 to {widest}")
+    }
+    let scores = out.scores.narrow(0, 0, rows)?.narrow(1, 0, width)?;
+    scores_into(&checked, &scores)?;
+    let bounds = selection_bounds(&checked);
+    top.select_into(&scores, &bounds, &mut out.chosen, &mut workspace.selection)
+}
+
+fn selection_bounds(checked: &Checked) -> Bounds<'_> {
+    let bounds = match &checked.ends {
+        Some(ends) => Bounds::ends(ends),
+        None => Bounds::full(),
+    };
+    match &checked.starts {
+        Some(starts) => bounds.with_start(starts),
+        None => bounds,
+    }
 }
 
 /// A tensor of f32 whose elements are written before they are read.

@@ -1,8 +1,11 @@
 //! Where keys lie, and which of them a row of queries sees.
 
-use super::parts::{check_device, check_ints, shown, Backend, Held, Ints, Part};
+use super::parts::{
+    check_dense, check_device, check_ints, shown, write_to, write_to_both, Backend, Held, Ints,
+    Output, Part,
+};
 use super::{cuda, no_metal};
-use candle_core::{bail, CpuStorage, Device, Result, Shape, Storage, Tensor};
+use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor};
 
 /// How the keys of several sequences lie.
 #[derive(Debug, Clone)]
@@ -114,9 +117,8 @@ impl Placement {
                 check_ints(op, "the sequences of the rows", map, &[rows])?;
             }
             None if matches!(self.form, Form::Packed) => (),
-            None if rows == 0 => (),
-            None if places.sequences > 0 && rows % places.sequences == 0 => {
-                places.rows_each = rows / places.sequences
+            None if rows.is_multiple_of(places.sequences) => {
+                places.rows_each = rows / places.sequences.max(1)
             }
             None => bail!(
                 "{op}: q has {rows} rows for {} sequences, a multiple is needed, or with_row_sequences",
@@ -285,41 +287,77 @@ impl Visible {
     /// # Errors
     /// For tensors of a wrong shape, dtype or device.
     pub fn bounds(&self, rows: usize, device: &Device) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let on_device = |name: &str, tensor: &Tensor| {
-            if !tensor.device().same_device(device) {
-                bail!(
-                    "{BOUNDS}: {name} is on {:?} and q on {:?}, they must be on one device",
-                    tensor.device().location(),
-                    device.location()
-                )
-            }
-            Ok(())
-        };
         match &self.0 {
             Rule::All => Ok((None, None)),
             Rule::Between { starts, ends } => {
                 for (name, tensor) in [("starts", starts), ("ends", ends)] {
                     if let Some(tensor) = tensor {
-                        on_device(name, tensor)?;
-                        check_ints(BOUNDS, name, tensor, &[rows])?;
+                        check_bound(name, tensor, &[rows], device)?;
                     }
                 }
                 Ok((starts.clone(), ends.clone()))
             }
+            _ => {
+                let (starts, ends) = self.request(rows, device)?.run(rows)?;
+                Ok((starts, Some(ends)))
+            }
+        }
+    }
+
+    /// The bounds of [`Visible::decode`] and [`Visible::packed`] into tensors of the caller, I64
+    /// `[S]` and dense, in storages of their own: the ends, and for packed sequences the starts. As
+    /// [`Visible::between`] they serve every op and every layer of a step.
+    ///
+    /// One launch and nothing else: no allocation, no upload, no readback and no synchronisation.
+    ///
+    /// # Errors
+    /// For lengths or outputs of a wrong shape, dtype or device, for starts where there are none or
+    /// their absence where there are, and for other bounds, which are tensors already.
+    pub fn bounds_into(&self, starts: Option<&Tensor>, ends: &Tensor) -> Result<()> {
+        let device = ends.device();
+        let rows = ends.elem_count();
+        let request = self.request(rows, device)?;
+        for (name, tensor) in [("starts", starts), ("ends", Some(ends))] {
+            let Some(tensor) = tensor else { continue };
+            if tensor.dtype() != DType::I64 || tensor.dims() != [rows] {
+                bail!(
+                    "{BOUNDS}: {name} is {}, I64 [{rows}] is needed",
+                    shown(tensor)
+                )
+            }
+            check_bound(name, tensor, &[rows], device)?;
+            check_dense(BOUNDS, name, tensor.layout())?;
+        }
+        match (&request, starts) {
+            (Request::Decode { .. }, Some(_)) => {
+                bail!("{BOUNDS}: starts are given, in decoding every row starts at 0")
+            }
+            (Request::Packed { .. }, None) => {
+                bail!("{BOUNDS}: packed sequences start where others end, starts are needed too")
+            }
+            _ => request.run_into(rows, starts, ends),
+        }
+    }
+
+    /// What bounds of `rows` rows are computed from, checked.
+    fn request(&self, rows: usize, device: &Device) -> Result<Request<'_>> {
+        match &self.0 {
+            Rule::All | Rule::Between { .. } => {
+                bail!(
+                    "{BOUNDS}: they are given as they are, decode and packed are what is computed"
+                )
+            }
             Rule::Decode { lengths } => {
-                on_device("lengths", lengths)?;
                 let &[sequences] = lengths.dims() else {
                     bail!("{BOUNDS}: lengths is {}, [B] is needed", shown(lengths))
                 };
-                check_ints(BOUNDS, "lengths", lengths, &[sequences])?;
-                if rows > 0 && (sequences == 0 || rows % sequences != 0) {
+                check_bound("lengths", lengths, &[sequences], device)?;
+                if !rows.is_multiple_of(sequences) {
                     bail!(
                         "{BOUNDS}: q has {rows} rows for {sequences} lengths, a multiple is needed"
                     )
                 }
-                let (starts, ends) = Request::Decode { lengths }.run(rows)?;
-                debug_assert!(starts.is_none());
-                Ok((None, Some(ends)))
+                Ok(Request::Decode { lengths })
             }
             Rule::Packed {
                 queries,
@@ -334,26 +372,31 @@ impl Visible {
                     ),
                 };
                 let cumulative = [sequences + 1];
-                for (name, tensor, dims) in [
-                    ("the cumulative query lengths", Some(queries), &cumulative),
-                    ("the cumulative key lengths", Some(keys), &cumulative),
-                    ("the query offsets", offsets.as_ref(), &[sequences]),
-                ] {
-                    if let Some(tensor) = tensor {
-                        on_device(name, tensor)?;
-                        check_ints(BOUNDS, name, tensor, dims)?;
-                    }
+                check_bound("the cumulative query lengths", queries, &cumulative, device)?;
+                check_bound("the cumulative key lengths", keys, &cumulative, device)?;
+                if let Some(offsets) = offsets {
+                    check_bound("the query offsets", offsets, &[sequences], device)?;
                 }
-                let request = Request::Packed {
+                Ok(Request::Packed {
                     queries,
                     keys,
                     offsets: offsets.as_ref(),
-                };
-                let (starts, ends) = request.run(rows)?;
-                Ok((starts, Some(ends)))
+                })
             }
         }
     }
+}
+
+/// Refuses integers of another dtype, shape or device.
+fn check_bound(name: &str, tensor: &Tensor, dims: &[usize], device: &Device) -> Result<()> {
+    if !tensor.device().same_device(device) {
+        bail!(
+            "{BOUNDS}: {name} is on {:?} and q on {:?}, they must be on one device",
+            tensor.device().location(),
+            device.location()
+        )
+    }
+    check_ints(BOUNDS, name, tensor, dims)
 }
 
 const BOUNDS: &str = "visible keys";
@@ -384,8 +427,8 @@ pub(crate) enum Lengths<'a, S> {
 }
 
 impl Request<'_> {
-    fn run(&self, rows: usize) -> Result<(Option<Tensor>, Tensor)> {
-        let held = match self {
+    fn hold(&self) -> [Option<Held<'_>>; 3] {
+        match self {
             Self::Decode { lengths } => [Some(Held::new(lengths)), None, None],
             Self::Packed {
                 queries,
@@ -396,7 +439,11 @@ impl Request<'_> {
                 Some(Held::new(keys)),
                 offsets.map(Held::new),
             ],
-        };
+        }
+    }
+
+    fn run(&self, rows: usize) -> Result<(Option<Tensor>, Tensor)> {
+        let held = self.hold();
         let first = held[0].as_ref().expect("there are lengths");
         let (starts, ends) = match first.storage() {
             Storage::Cpu(_) => {
@@ -412,6 +459,34 @@ impl Request<'_> {
         };
         let tensor = |storage| Tensor::from((storage, Shape::from(rows)));
         Ok((starts.map(tensor), tensor(ends)))
+    }
+
+    fn run_into(&self, rows: usize, starts: Option<&Tensor>, ends: &Tensor) -> Result<()> {
+        let held = self.hold();
+        let all: Vec<&Held> = held.iter().flatten().collect();
+        let on_cpu = matches!(all[0].storage(), Storage::Cpu(_));
+        let offset = |tensor: &Tensor| tensor.layout().start_offset();
+        let write = |starts_to: Option<(Output, usize)>, mut ends_to: Output| {
+            if on_cpu {
+                let (from, to) = bounds(&self.lengths(&held), rows)?;
+                ends_to.i64()[offset(ends)..][..rows].copy_from_slice(&to);
+                if let (Some((mut output, at)), Some(from)) = (starts_to, from) {
+                    output.i64()[at..][..rows].copy_from_slice(&from);
+                }
+                Ok(())
+            } else {
+                let mut starts_to = starts_to;
+                let starts = starts_to.as_mut().map(|(output, at)| (output.cuda(), *at));
+                let ends = (ends_to.cuda(), offset(ends));
+                cuda::bounds_into(&self.lengths(&held), rows, starts, ends)
+            }
+        };
+        match starts {
+            None => write_to(BOUNDS, ends, &all, |ends| write(None, ends)),
+            Some(tensor) => write_to_both(BOUNDS, [tensor, ends], &all, |starts, ends| {
+                write(Some((starts, offset(tensor))), ends)
+            }),
+        }
     }
 
     fn lengths<'a, S: Backend>(&self, held: &'a [Option<Held>; 3]) -> Lengths<'a, S> {

@@ -1,9 +1,10 @@
 //! The CUDA backend of a build without the feature `cuda`: errors that name the feature.
 
+use super::buffers::Workspace;
 use super::indexer::{Rows, Scores};
 use super::keys::Lengths;
 use super::sparse::Attend;
-use candle_core::{bail, CudaStorage, Layout, Result};
+use candle_core::{bail, CudaDevice, CudaStorage, Layout, Result};
 
 fn missing<T>(op: &str) -> Result<T> {
     bail!("{op}: q is on a CUDA device, but candle-topk was built without its feature `cuda`; build with it, or move the tensors with to_device")
@@ -13,6 +14,15 @@ pub(super) fn bounds(
     _: &Lengths<CudaStorage>,
     _: usize,
 ) -> Result<(Option<CudaStorage>, CudaStorage)> {
+    missing("visible keys")
+}
+
+pub(super) fn bounds_into(
+    _: &Lengths<CudaStorage>,
+    _: usize,
+    _: Option<(&mut CudaStorage, usize)>,
+    _: (&mut CudaStorage, usize),
+) -> Result<()> {
     missing("visible keys")
 }
 
@@ -34,8 +44,12 @@ pub(super) fn sparse_attention(_: &Attend<CudaStorage>) -> Result<(CudaStorage, 
 
 pub(super) fn sparse_attention_into(
     _: &Attend<CudaStorage>,
-    _: (&mut CudaStorage, &Layout),
-    _: (&mut CudaStorage, &Layout),
+    _: [(&mut CudaStorage, &Layout); 2],
+    _: &mut Workspace,
 ) -> Result<()> {
     missing("sparse_attention")
+}
+
+pub(super) fn workspace_bytes(_: &CudaDevice) -> Result<usize> {
+    missing("attention workspace")
 }

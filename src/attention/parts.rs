@@ -85,6 +85,15 @@ impl Output<'_> {
         }
     }
 
+    /// I64 numbers on the CPU.
+    pub fn i64(&mut self) -> &mut [i64] {
+        match self {
+            Self::Cpu(CpuStorage::I64(data)) => data,
+            _ => unreachable!("the dtype and the device are checked before"),
+        }
+    }
+
+    /// The CPU storage behind `self`, where the queries lie on the CPU too.
     pub fn cpu(&mut self) -> &mut CpuStorage {
         match self {
             Self::Cpu(storage) => storage,

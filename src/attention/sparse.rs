@@ -1,11 +1,14 @@
 //! Attention over positions.
 
+use super::buffers::Workspace;
 use super::keys::{Bounded, Form, Located, Placement, Places, Visible};
 use super::parts::{
     check_dense, check_device, check_f32, check_ints, rounded, shown, write_to_both, Backend, Held,
     Part,
 };
 use super::{cpu, cuda, no_metal};
+use crate::buffer::Buffer;
+use crate::selection::SelectionBuffers;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
     bail, CpuStorage, CudaStorage, CustomOp3, DType, Layout, MetalStorage, Result, Shape, Storage,
@@ -79,6 +82,84 @@ impl KeyValues {
         self.placement.row_sequences = Some(sequences.clone());
         self
     }
+}
+
+/// The positions that rows attend to: a tensor, or what
+/// [`index_topk_into`](super::index_topk_into) and [`TopK::select_into`](crate::selection::TopK)
+/// have left in their buffers, of which the first S rows count.
+#[derive(Debug, Clone, Copy)]
+pub enum Positions<'a> {
+    /// U32 `[S, K]`, `[S, 1, K]` or `[S, Hkv, K]`.
+    Tensor(&'a Tensor),
+    /// `[S, K]`, read where they lie.
+    Chosen(&'a SelectionBuffers),
+}
+
+impl<'a> From<&'a Tensor> for Positions<'a> {
+    fn from(tensor: &'a Tensor) -> Self {
+        Self::Tensor(tensor)
+    }
+}
+
+impl<'a> From<&'a SelectionBuffers> for Positions<'a> {
+    fn from(chosen: &'a SelectionBuffers) -> Self {
+        Self::Chosen(chosen)
+    }
+}
+
+/// Positions, checked.
+enum CheckedPositions<'a> {
+    /// `[S, lists, K]`.
+    Tensor(Tensor),
+    Chosen(&'a SelectionBuffers),
+}
+
+/// Positions held for reading.
+enum HeldPositions<'a> {
+    Tensor(Held<'a>),
+    Chosen(&'a SelectionBuffers),
+}
+
+impl CheckedPositions<'_> {
+    fn hold(&self) -> HeldPositions<'_> {
+        match self {
+            Self::Tensor(tensor) => HeldPositions::Tensor(Held::new(tensor)),
+            Self::Chosen(chosen) => HeldPositions::Chosen(chosen),
+        }
+    }
+}
+
+impl HeldPositions<'_> {
+    fn lists<S: Backend>(&self) -> Lists<'_, S> {
+        match self {
+            Self::Tensor(held) => {
+                let Part { storage, layout } = held.part();
+                Lists {
+                    source: Source::Storage(storage),
+                    start: layout.start_offset(),
+                    strides: std::array::from_fn(|i| layout.stride()[i]),
+                }
+            }
+            Self::Chosen(chosen) => Lists {
+                source: Source::Buffer(chosen.positions()),
+                start: 0,
+                strides: [chosen.k(), chosen.k(), 1],
+            },
+        }
+    }
+}
+
+/// Lists of positions for a backend: where U32s lie, the first of them, and the strides of a row, of
+/// a list and of an entry.
+pub(crate) struct Lists<'a, S> {
+    pub source: Source<'a, S>,
+    pub start: usize,
+    pub strides: [usize; 3],
+}
+
+pub(crate) enum Source<'a, S> {
+    Storage(&'a S),
+    Buffer(&'a Buffer<u32>),
 }
 
 /// What attention gives.
@@ -179,8 +260,13 @@ impl SparseAttention {
     /// # Errors
     /// For operands of a wrong rank, shape, dtype, layout or device, a block size other than 1, 64
     /// and 128, and a scale that is not finite; on CUDA, in a build without the feature `cuda`.
-    pub fn forward(&self, q: &Tensor, kv: &KeyValues, positions: &Tensor) -> Result<Attention> {
-        let checked = Checked::new(self, q, kv, positions)?;
+    pub fn forward<'a>(
+        &self,
+        q: &Tensor,
+        kv: &KeyValues,
+        positions: impl Into<Positions<'a>>,
+    ) -> Result<Attention> {
+        let checked = Checked::new(self, q, kv, positions.into())?;
         let held = checked.hold();
         let dims = checked.dims;
         let (out, lse) = match held.q.storage() {
@@ -204,8 +290,8 @@ impl SparseAttention {
         })
     }
 
-    /// [`forward`](Self::forward) into `out`, of the queries' dtype `[S, Hq, Dv]` with a dense last
-    /// dimension, and `lse`, F32 `[S, Hq]`, each in a storage of its own.
+    /// [`forward`](Self::forward) into two tensors, each in a storage of its own: the output, of the
+    /// queries' dtype `[S, Hq, Dv]` with a dense last dimension, and the lse, F32 `[S, Hq]`.
     ///
     /// It allocates nothing, uploads nothing and reads nothing back where the bounds are
     /// [`Visible::all`] or [`Visible::between`].
@@ -213,15 +299,16 @@ impl SparseAttention {
     /// # Errors
     /// As [`forward`](Self::forward), and for outputs of another shape, dtype or device, with
     /// elements that overlap, or in the storage of an operand or of each other.
-    pub fn forward_into(
+    pub fn forward_into<'a>(
         &self,
         q: &Tensor,
         kv: &KeyValues,
-        positions: &Tensor,
-        out: &Tensor,
-        lse: &Tensor,
+        positions: impl Into<Positions<'a>>,
+        [out, lse]: [&Tensor; 2],
+        workspace: &mut Workspace,
     ) -> Result<()> {
-        let checked = Checked::new(self, q, kv, positions)?;
+        let checked = Checked::new(self, q, kv, positions.into())?;
+        workspace.check(OP, q)?;
         let dims = checked.dims;
         let shape = [dims.rows, dims.heads, dims.value_dim];
         if out.dtype() != checked.q.dtype() || out.dims() != shape {
@@ -249,8 +336,8 @@ impl SparseAttention {
                 }
                 _ => cuda::sparse_attention_into(
                     &held.request(),
-                    (to.cuda(), out.layout()),
-                    (lse_to.cuda(), lse.layout()),
+                    [(to.cuda(), out.layout()), (lse_to.cuda(), lse.layout())],
+                    workspace,
                 ),
             },
         )
@@ -303,7 +390,7 @@ pub(crate) struct Attend<'a, S> {
     /// `None`: the first Dv of each key.
     pub values: Option<Part<'a, S>>,
     /// `[S, lists, K]`.
-    pub positions: Part<'a, S>,
+    pub positions: Lists<'a, S>,
     pub sink: Option<Part<'a, S>>,
     pub counts: Option<Part<'a, S>>,
     pub located: Located<'a, S>,
@@ -313,11 +400,11 @@ pub(crate) struct Attend<'a, S> {
 }
 
 /// The operands, checked.
-struct Checked {
+struct Checked<'a> {
     attention: SparseAttention,
     q: Tensor,
     kv: KeyValues,
-    positions: Tensor,
+    positions: CheckedPositions<'a>,
     places: Places,
     starts: Option<Tensor>,
     ends: Option<Tensor>,
@@ -415,7 +502,12 @@ fn check_dims(q: Shaped, keys: Shaped, values: ValueShape, form: &Form) -> Resul
 impl SparseAttention {
     /// Checks what does not depend on the keys, completes the sizes, and brings the positions into
     /// the form `[S, lists, K]`.
-    fn check(&self, q: &Tensor, positions: &Tensor, dims: &mut Dims) -> Result<Tensor> {
+    fn check<'a>(
+        &self,
+        q: &Tensor,
+        positions: Positions<'a>,
+        dims: &mut Dims,
+    ) -> Result<CheckedPositions<'a>> {
         if !self.scale.is_finite() {
             bail!(
                 "{OP}: the scale is {}, a finite number is needed",
@@ -428,30 +520,31 @@ impl SparseAttention {
                 self.block
             )
         }
-        let positions = match positions.rank() {
-            2 => positions.unsqueeze(1)?,
-            _ => positions.clone(),
-        };
-        match *positions.dims() {
-            [rows, lists, width]
-                if positions.dtype() == DType::U32
-                    && rows == dims.rows
-                    && (lists == 1 || lists == dims.kv_heads) =>
-            {
-                dims.lists = lists;
-                dims.width = width;
+        let positions = match positions {
+            Positions::Tensor(tensor) => {
+                check_device(OP, q, "positions", tensor)?;
+                CheckedPositions::Tensor(check_lists(tensor, dims)?)
             }
-            _ => bail!(
-                "{OP}: positions are {}, U32 [{}, K], [{}, 1, K] or [{}, {}, K] is needed",
-                shown(&positions),
-                dims.rows,
-                dims.rows,
-                dims.rows,
-                dims.kv_heads
-            ),
-        }
+            Positions::Chosen(chosen) => {
+                if chosen.rows() < dims.rows {
+                    bail!(
+                        "{OP}: q has {} rows, the chosen positions are of {}, at least as many are needed",
+                        dims.rows,
+                        chosen.rows()
+                    )
+                }
+                if !q.device().same_device(chosen.device()) {
+                    bail!(
+                        "{OP}: q is on {:?} and the chosen positions on {:?}, they must be on one device",
+                        q.device().location(),
+                        chosen.device().location()
+                    )
+                }
+                dims.width = chosen.k();
+                CheckedPositions::Chosen(chosen)
+            }
+        };
         dims.block = self.block;
-        check_device(OP, q, "positions", &positions)?;
         if let Some(sink) = &self.sink {
             check_f32(OP, "the sink", sink, &[dims.heads])?;
             check_device(OP, q, "the sink", sink)?;
@@ -464,12 +557,39 @@ impl SparseAttention {
     }
 }
 
-impl Checked {
+/// Brings a tensor of positions into the form `[S, lists, K]`, and completes the sizes.
+fn check_lists(tensor: &Tensor, dims: &mut Dims) -> Result<Tensor> {
+    let positions = match tensor.rank() {
+        2 => tensor.unsqueeze(1)?,
+        _ => tensor.clone(),
+    };
+    match *positions.dims() {
+        [rows, lists, width]
+            if positions.dtype() == DType::U32
+                && rows == dims.rows
+                && (lists == 1 || lists == dims.kv_heads) =>
+        {
+            dims.lists = lists;
+            dims.width = width;
+            Ok(positions)
+        }
+        _ => bail!(
+            "{OP}: positions are {}, U32 [{}, K], [{}, 1, K] or [{}, {}, K] is needed",
+            shown(tensor),
+            dims.rows,
+            dims.rows,
+            dims.rows,
+            dims.kv_heads
+        ),
+    }
+}
+
+impl<'a> Checked<'a> {
     fn new(
         attention: &SparseAttention,
         q: &Tensor,
         kv: &KeyValues,
-        positions: &Tensor,
+        positions: Positions<'a>,
     ) -> Result<Self> {
         let q = match q.rank() {
             4 => q.flatten(0, 1)?,
@@ -520,7 +640,7 @@ impl Checked {
 
 /// What an attention reads beside queries, keys and values.
 struct Extras<'a> {
-    positions: Held<'a>,
+    positions: HeldPositions<'a>,
     sink: Option<Held<'a>>,
     counts: Option<Held<'a>>,
     starts: Option<Held<'a>>,
@@ -531,11 +651,11 @@ struct Extras<'a> {
 impl<'a> Extras<'a> {
     fn hold(
         attention: &'a SparseAttention,
-        positions: &'a Tensor,
+        positions: &'a CheckedPositions,
         [starts, ends]: [&'a Option<Tensor>; 2],
     ) -> Self {
         Self {
-            positions: Held::new(positions),
+            positions: positions.hold(),
             sink: attention.sink.as_ref().map(Held::new),
             counts: attention.counts.as_ref().map(Held::new),
             starts: starts.as_ref().map(Held::new),
@@ -555,7 +675,7 @@ impl<'a> Extras<'a> {
             q,
             keys,
             values,
-            positions: self.positions.part(),
+            positions: self.positions.lists(),
             sink: self.sink.as_ref().map(Held::part),
             counts: self.counts.as_ref().map(Held::part),
             located,
@@ -599,9 +719,13 @@ impl HeldOperands<'_> {
             self.extras.starts.as_ref(),
             self.extras.ends.as_ref(),
         ];
-        let given = [&self.q, &self.keys, &self.extras.positions];
-        given
+        let positions = match &self.extras.positions {
+            HeldPositions::Tensor(held) => Some(held),
+            HeldPositions::Chosen(_) => None,
+        };
+        [&self.q, &self.keys]
             .into_iter()
+            .chain(positions)
             .chain(optional.into_iter().flatten())
             .collect()
     }
@@ -622,9 +746,8 @@ impl SparseAttentionOp {
             &Form::Packed,
         )?;
         // Candle has seen that q, k and v are on one device; the positions stand for the queries.
-        let positions = self
-            .attention
-            .check(&self.positions, &self.positions, &mut dims)?;
+        let given = Positions::Tensor(&self.positions);
+        let positions = self.attention.check(&self.positions, given, &mut dims)?;
         let (own, other) = (q.0.device().location(), self.positions.device().location());
         if own != other {
             bail!("{OP}: q is on {own:?} and positions on {other:?}, they must be on one device")

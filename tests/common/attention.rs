@@ -3,8 +3,8 @@
 use super::{normal, rng};
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_topk::attention::{
-    index_topk, indexer_scores, indexer_scores_into, IndexKeys, KeyValues, SparseAttention, Values,
-    Visible,
+    index_topk, index_topk_into, indexer_scores, indexer_scores_into, IndexBuffers, IndexKeys,
+    KeyValues, SparseAttention, Values, Visible, Workspace,
 };
 use candle_topk::selection::{Order, TopK};
 use rand::{rngs::StdRng, Rng};
@@ -1043,7 +1043,7 @@ impl Attended {
                         (2, 0..7) => *position = NONE,
                         (3, 0) => *position = NONE,
                         (3, 1) => *position = blocks as u32 + rng.random_range(0..5),
-                        (3, 2) => *position = 1 << 31 | *position,
+                        (3, 2) => *position |= 1 << 31,
                         _ => (),
                     }
                 }
@@ -1580,9 +1580,10 @@ pub fn attention_of_views(device: &Device) -> Result<()> {
     let dims = (2 * form.heads, form.rows, form.values_dim());
     let whole = Tensor::full(-7f32, dims, device)?.to_dtype(form.dtype)?;
     let to = whole.narrow(0, form.heads, form.heads)?.transpose(0, 1)?;
+    let mut workspace = Workspace::new(device)?;
     let lse_to = Tensor::full(-7f32, (form.rows, 2 * form.heads), device)?;
     let lse_to = lse_to.narrow(1, 0, form.heads)?;
-    op.forward_into(&q, &kv, &positions, &to, &lse_to)?;
+    op.forward_into(&q, &kv, &positions, [&to, &lse_to], &mut workspace)?;
     assert_eq!((bits(&to)?, bits(&lse_to)?), wanted);
     let before = numbers(&whole.narrow(0, 0, form.heads)?)?;
     assert!(before.iter().all(|&x| x == -7.0));
@@ -1622,7 +1623,7 @@ pub fn attention_refusals(device: &Device) -> Result<()> {
     let both = KeyValues::packed(&kv, &kv);
     refused(
         op.forward(&kv, &both, &positions),
-        &["sparse_attention", "positions are U32 [4, 1, 3]", "[9, K]"],
+        &["sparse_attention", "positions are U32 [4, 3]", "[9, K]"],
     );
     refused(
         op.forward(&zeros(&[4, 6], DType::F32)?, &both, &positions),
@@ -1702,23 +1703,143 @@ pub fn attention_refusals(device: &Device) -> Result<()> {
         &["sparse_attention", "ends is U32 [3]"],
     );
     let (out, lse) = (zeros(&[4, 6, 64], DType::F32)?, zeros(&[4, 6], DType::F32)?);
+    let mut workspace = Workspace::new(device)?;
     refused(
-        op.forward_into(&q, &both, &positions, &lse, &lse),
+        op.forward_into(&q, &both, &positions, [&lse, &lse], &mut workspace),
         &["output is F32 [4, 6]"],
     );
     refused(
-        op.forward_into(&q, &both, &positions, &q, &lse),
+        op.forward_into(&q, &both, &positions, [&q, &lse], &mut workspace),
         &["storage of an operand"],
     );
     let shared = zeros(&[4 * 6 * 65], DType::F32)?;
     let shared_out = shared.narrow(0, 0, 4 * 6 * 64)?.reshape((4, 6, 64))?;
     let shared_lse = shared.narrow(0, 4 * 6 * 64, 4 * 6)?.reshape((4, 6))?;
     refused(
-        op.forward_into(&q, &both, &positions, &shared_out, &shared_lse),
+        op.forward_into(
+            &q,
+            &both,
+            &positions,
+            [&shared_out, &shared_lse],
+            &mut workspace,
+        ),
         &["both outputs lie in one storage"],
     );
-    op.forward_into(&q, &both, &positions, &out, &lse)?;
+    op.forward_into(&q, &both, &positions, [&out, &lse], &mut workspace)?;
     let other = kv.apply_op3_no_bwd(&kv, &kv, &op.over(&positions));
-    refused(other, &["positions are U32 [4, 1, 3]"]);
+    refused(other, &["positions are U32 [4, 3]"]);
+    Ok(())
+}
+
+/// A decoding step in memory at fixed addresses, with lengths that change in place from step to
+/// step: bounds, scores, selection and attention are those of the forms that allocate.
+pub fn steps_into_buffers(device: &Device) -> Result<()> {
+    let rng = &mut rng(51);
+    let (sequences, n, length, k) = (5, 2usize, 48, 8);
+    let rows = sequences * n;
+    let q = tensor(
+        &normals(rows * 4 * 32, rng),
+        &[rows, 4, 32],
+        DType::BF16,
+        device,
+    )?;
+    let index_keys = normals(sequences * length * 32, rng);
+    let index_keys = tensor(&index_keys, &[sequences, length, 32], DType::BF16, device)?;
+    let weights = tensor(&normals(rows * 4, rng), &[rows, 4], DType::F32, device)?;
+    let queries = tensor(
+        &normals(rows * 8 * 64, rng),
+        &[rows, 8, 64],
+        DType::BF16,
+        device,
+    )?;
+    let kv = normals(sequences * length * 2 * 64, rng);
+    let kv = tensor(&kv, &[sequences, length, 2, 64], DType::BF16, device)?;
+    let index_keys = IndexKeys::batched(&index_keys);
+    let kv = KeyValues::batched(&kv, &kv);
+    let top = TopK::new(k)?.order(Order::ByPosition);
+
+    let ends = Tensor::full(-9i64, rows, device)?;
+    let bounded = Visible::between(None, Some(&ends));
+    // Room for more rows and keys than there are.
+    let mut chosen = IndexBuffers::new(rows + 3, length + 5, k, device)?;
+    let mut workspace = Workspace::new(device)?;
+    let out = Tensor::full(7f32, (rows, 8, 64), device)?.to_dtype(DType::BF16)?;
+    let lse = Tensor::full(7f32, (rows, 8), device)?;
+    let op = SparseAttention::new(0.125);
+    for lengths in [[48i64, 2, 0, 9, 33], [1, 48, 17, -1, 0], [0; 5]] {
+        let decode = Visible::decode(&ints(&lengths, lengths[0] as usize, device)?);
+        decode.bounds_into(None, &ends)?;
+        let allocated = decode.bounds(rows, device)?.1.unwrap();
+        assert_eq!(ends.to_vec1::<i64>()?, allocated.to_vec1::<i64>()?);
+        index_topk_into(
+            &q,
+            &index_keys,
+            &weights,
+            &bounded,
+            &top,
+            &mut chosen,
+            &mut workspace,
+        )?;
+        let wanted = index_topk(&q, &index_keys, &weights, &decode, &top, 1 << 20)?;
+        let own = chosen.chosen().selection()?;
+        for (own, wanted) in [
+            (&own.positions, &wanted.positions),
+            (&own.counts, &wanted.counts),
+        ] {
+            let own = own.narrow(0, 0, rows)?.flatten_all()?;
+            assert_eq!(
+                own.to_vec1::<u32>()?,
+                wanted.flatten_all()?.to_vec1::<u32>()?
+            );
+        }
+        let op = op.clone().with_visible(&bounded);
+        op.forward_into(&queries, &kv, chosen.chosen(), [&out, &lse], &mut workspace)?;
+        let attention = op.forward(&queries, &kv, &wanted.positions)?;
+        assert_eq!(bits(&out)?, bits(&attention.out)?);
+        assert_eq!(bits(&lse)?, bits(&attention.lse)?);
+        let same = op.forward(&queries, &kv, chosen.chosen())?;
+        assert_eq!(bits(&same.out)?, bits(&attention.out)?);
+    }
+
+    let packed = ints(&[0, 4, 10], 0, device)?;
+    let visible = Visible::packed(&packed, &packed, None);
+    let starts = Tensor::full(-9i64, rows, device)?;
+    visible.bounds_into(Some(&starts), &ends)?;
+    assert_eq!(starts.to_vec1::<i64>()?, [0, 0, 0, 0, 4, 4, 4, 4, 4, 4]);
+    assert_eq!(ends.to_vec1::<i64>()?, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+    refused(visible.bounds_into(None, &ends), &["starts are needed too"]);
+    refused(visible.bounds_into(Some(&ends), &ends), &["one storage"]);
+    refused(
+        visible.bounds_into(Some(&packed), &ends),
+        &["starts is I64 [3]", "[10]"],
+    );
+    refused(bounded.bounds_into(None, &ends), &["given as they are"]);
+    let decode = Visible::decode(&ints(&[3; 5], 0, device)?);
+    refused(
+        decode.bounds_into(Some(&starts), &ends),
+        &["starts are given"],
+    );
+    let mut small = IndexBuffers::new(rows - 1, length, k, device)?;
+    let mut run = |out: &mut IndexBuffers, top: &TopK| {
+        index_topk_into(
+            &q,
+            &index_keys,
+            &weights,
+            &bounded,
+            top,
+            out,
+            &mut workspace,
+        )
+    };
+    refused(
+        run(&mut small, &top),
+        &["10 rows of 48 keys", "up to 9 rows"],
+    );
+    refused(run(&mut chosen, &TopK::new(9)?), &["k is 9", "8"]);
+    refused(
+        op.forward(&queries, &kv, small.chosen()),
+        &["q has 10 rows", "of 9"],
+    );
+    refused(IndexBuffers::new(1, 0, 1, device), &["width is 0"]);
     Ok(())
 }

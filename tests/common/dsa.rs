@@ -4,7 +4,7 @@ use super::attention::{numbers, refused, tensor, NONE};
 use super::{normal, rng};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
-use candle_topk::attention::dsa::{DsaAttention, DsaCache, DsaConfig, DsaOutput, Rope};
+use candle_topk::attention::dsa::{DsaAttention, DsaCache, DsaConfig, DsaOutput, Rope, RopeLayout};
 use std::collections::HashMap;
 use std::path::PathBuf;
 
@@ -214,6 +214,27 @@ pub fn matches_transformers(name: &str, device: &Device) -> Result<()> {
     Ok(())
 }
 
+/// The other RoPE layout in the indexer shows as soon as sequences are longer than K, and not before:
+/// what transformers computes tells the layouts apart.
+pub fn layouts_differ(name: &str, device: &Device) -> Result<()> {
+    let mut fixture = Fixture::load(name, DType::F32, device)?;
+    fixture.config.indexer_rope = match fixture.config.indexer_rope {
+        RopeLayout::HalfSplit => RopeLayout::Interleaved,
+        RopeLayout::Interleaved => RopeLayout::HalfSplit,
+    };
+    let (out, _) = run(&fixture, "at", None)?;
+    let error = error(&numbers(&out)?, &fixture.reference("at", "out")?);
+    assert!(error <= 1e-5, "{error:e}");
+    let (_, positions) = run(&fixture, "whole", None)?;
+    let positions = positions.to_device(&Device::Cpu)?.to_vec2::<u32>()?;
+    let (chosen, clear) = (fixture.chosen("whole")?, fixture.clear("whole")?);
+    let differ = positions.into_iter().zip(&chosen).zip(clear);
+    let differ =
+        differ.filter(|((own, wanted), clear)| *clear && wanted.iter().any(|p| !own.contains(p)));
+    assert!(differ.count() > 50, "{name}");
+    Ok(())
+}
+
 /// A shared layer attends to what the layer before it chose.
 pub fn shares_positions(device: &Device) -> Result<()> {
     let fixture = Fixture::load("glm_moe_dsa", DType::F32, device)?;
@@ -377,9 +398,9 @@ pub fn ragged_batches(name: &str, device: &Device) -> Result<()> {
             .map(|sequence| token(sequence, lengths[sequence] + step, n))
             .collect::<Result<_>>()?;
         let together = layer.forward(&Tensor::cat(&new, 0)?, &mut cache, 0, None)?;
-        for sequence in 0..4 {
+        for (sequence, length) in lengths.iter().enumerate() {
             let mut alone = fixture.cache(0, 1, TOKENS)?;
-            let length = lengths[sequence] + step + n;
+            let length = length + step + n;
             let output = layer.forward(&token(sequence, 0, length)?, &mut alone, 0, None)?;
             close(
                 &together.hidden.narrow(0, sequence, 1)?,

@@ -273,7 +273,7 @@ impl Raw {
                 bail!("{OP}: {name} is 0, at least 1 is needed")
             }
         }
-        if self.qk_rope_head_dim % 2 != 0 || self.index_head_dim < self.qk_rope_head_dim {
+        if !self.qk_rope_head_dim.is_multiple_of(2) || self.index_head_dim < self.qk_rope_head_dim {
             bail!(
                 "{OP}: qk_rope_head_dim is {}, an even number is needed, of at most index_head_dim = {}",
                 self.qk_rope_head_dim,
