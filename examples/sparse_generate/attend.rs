@@ -1,0 +1,321 @@
+//! Attention for a GQA model: dense, or over positions that its own queries and keys choose.
+
+use anyhow::{ensure, Result};
+use candle_core::{DType, Tensor, D};
+use candle_nn::ops::softmax_last_dim;
+use candle_topk::attention::{
+    index_topk, indexer_scores, IndexKeys, KeyValues, SparseAttention, Visible,
+};
+use candle_topk::selection::{Bounds, Order, TopK};
+
+use crate::model::Step;
+
+/// How keys are scored, always by sums of ReLU(q . k) over heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Scoring {
+    /// A score for each key head, summed over its group of query heads: positions for each group.
+    Group,
+    /// One score, summed over all heads: the same positions for all.
+    Shared,
+}
+
+impl Scoring {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Group => "group",
+            Self::Shared => "shared",
+        }
+    }
+}
+
+/// Sparse attention: K positions, of which some are not chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sparse {
+    /// K, forced positions included.
+    pub k: usize,
+    pub scoring: Scoring,
+    /// The first so many positions of the sequence are always taken.
+    pub first: usize,
+    /// And the last so many, the token's own included.
+    pub last: usize,
+    /// Bytes for scores.
+    pub budget: usize,
+}
+
+/// Dense causal attention, by Candle's products and softmax.
+pub fn dense(step: &Step) -> Result<Tensor> {
+    let (n, heads, dim) = step.q.dims3()?;
+    let (length, kv_heads, _) = step.k.dims3()?;
+    let group = heads / kv_heads;
+    let q = step.q.reshape((n, kv_heads, group, dim))?;
+    let q = q
+        .permute((1, 2, 0, 3))?
+        .reshape((kv_heads, group * n, dim))?;
+    let k = step.k.permute((1, 2, 0))?.contiguous()?;
+    let scores = (q.contiguous()?.matmul(&k)? * step.scale as f64)?.to_dtype(DType::F32)?;
+    let device = step.q.device();
+    let keys = Tensor::arange(0u32, length as u32, device)?.unsqueeze(0)?;
+    let rows = Tensor::arange(step.first as u32, (step.first + n) as u32, device)?.unsqueeze(1)?;
+    let seen = keys.broadcast_le(&rows)?;
+    let shape = (kv_heads, group, n, length);
+    let hidden = Tensor::full(f32::NEG_INFINITY, shape, device)?;
+    let scores = seen
+        .broadcast_as(shape)?
+        .where_cond(&scores.reshape(shape)?, &hidden)?;
+    let weights = softmax_last_dim(&scores)?.to_dtype(step.q.dtype())?;
+    let v = step.v.transpose(0, 1)?.contiguous()?;
+    let out = weights.reshape((kv_heads, group * n, length))?.matmul(&v)?;
+    let out = out
+        .reshape((kv_heads, group, n, dim))?
+        .permute((2, 0, 1, 3))?;
+    Ok(out.reshape((n, heads, dim))?)
+}
+
+/// The natural logarithm of the sum over all keys of exp(scaled score), F32 `[n, heads]`.
+pub fn dense_lse(step: &Step) -> Result<Tensor> {
+    const BLOCK: usize = 128;
+    let (n, _, _) = step.q.dims3()?;
+    let blocks = step.k.dims()[0].div_ceil(BLOCK);
+    let all = Tensor::arange(0u32, blocks as u32, step.q.device())?;
+    let all = all.unsqueeze(0)?.broadcast_as((n, blocks))?;
+    let attention = SparseAttention::new(step.scale)
+        .with_block_size(BLOCK)
+        .with_visible(&causal(step)?)
+        .forward(step.q, &KeyValues::packed(step.k, step.v), &all)?;
+    Ok(attention.lse)
+}
+
+/// Each token sees what is before it, and itself.
+fn causal(step: &Step) -> Result<Visible> {
+    Ok(Visible::between(None, Some(&ends(step, 0)?)))
+}
+
+/// One past the last visible position, less `last`, of each new token.
+fn ends(step: &Step, last: usize) -> Result<Tensor> {
+    let n = step.q.dims()[0];
+    let end = |i: usize| (step.first + i + 1).saturating_sub(last) as u32;
+    let ends: Vec<u32> = (0..n).map(end).collect();
+    Ok(Tensor::new(ends, step.q.device())?)
+}
+
+impl Sparse {
+    /// The output `[n, heads, dim]` and the lse F32 `[n, heads]`.
+    pub fn run(&self, step: &Step) -> Result<(Tensor, Tensor)> {
+        let positions = self.positions(step)?;
+        let attention = SparseAttention::new(step.scale)
+            .with_visible(&causal(step)?)
+            .forward(step.q, &KeyValues::packed(step.k, step.v), &positions)?;
+        Ok((attention.out, attention.lse))
+    }
+
+    /// U32 `[n, 1 or kv_heads, K]`.
+    pub fn positions(&self, step: &Step) -> Result<Tensor> {
+        ensure!(
+            self.first + self.last < self.k,
+            "{} first and {} last positions leave none of {} to choose",
+            self.first,
+            self.last,
+            self.k
+        );
+        let chosen = match self.scoring {
+            Scoring::Group => self.by_group(step)?,
+            Scoring::Shared => self.by_all(step)?,
+        };
+        let Some(forced) = self.forced(step)? else {
+            return Ok(chosen);
+        };
+        let (n, lists, _) = chosen.dims3()?;
+        let forced = forced.unsqueeze(1)?;
+        let forced = forced.broadcast_as((n, lists, self.first + self.last))?;
+        Ok(Tensor::cat(
+            &[&forced.contiguous()?, &chosen.contiguous()?],
+            2,
+        )?)
+    }
+
+    /// The first and the last positions, U32 `[n, first + last]`. What a token doesn't see is skipped
+    /// in attention; a position that would come twice is none.
+    fn forced(&self, step: &Step) -> Result<Option<Tensor>> {
+        if self.first + self.last == 0 {
+            return Ok(None);
+        }
+        let n = step.q.dims()[0];
+        let mut data = Vec::with_capacity(n * (self.first + self.last));
+        for end in (step.first + 1)..=(step.first + n) {
+            data.extend(0..self.first as u32);
+            data.extend((1..=self.last).map(|back| match end.checked_sub(back) {
+                Some(position) if position >= self.first => position as u32,
+                _ => u32::MAX,
+            }));
+        }
+        let shape = (n, self.first + self.last);
+        Ok(Some(Tensor::from_vec(data, shape, step.q.device())?))
+    }
+
+    /// What is left to choose from.
+    fn choice(&self, step: &Step) -> Result<(Tensor, Tensor)> {
+        let n = step.q.dims()[0];
+        let starts = Tensor::full(self.first as u32, n, step.q.device())?;
+        Ok((starts, ends(step, self.last)?))
+    }
+
+    fn top(&self) -> Result<TopK> {
+        Ok(TopK::new(self.k - self.first - self.last)?.order(Order::ByPosition))
+    }
+
+    fn by_group(&self, step: &Step) -> Result<Tensor> {
+        let (n, heads, _) = step.q.dims3()?;
+        let kv_heads = step.k.dims()[1];
+        let group = heads / kv_heads;
+        let weights = Tensor::ones((n, group), DType::F32, step.q.device())?;
+        let (starts, ends) = self.choice(step)?;
+        let visible = Visible::between(Some(&starts), Some(&ends));
+        let mut chosen = Vec::with_capacity(kv_heads);
+        for head in 0..kv_heads {
+            let q = step.q.narrow(1, head * group, group)?;
+            let keys = IndexKeys::packed(&step.k.narrow(1, head, 1)?.squeeze(1)?);
+            let top = self.top()?;
+            let one = index_topk(&q, &keys, &weights, &visible, &top, self.budget)?;
+            chosen.push(one.positions);
+        }
+        Ok(Tensor::stack(&chosen, 1)?)
+    }
+
+    fn by_all(&self, step: &Step) -> Result<Tensor> {
+        let (n, heads, _) = step.q.dims3()?;
+        let (length, kv_heads, _) = step.k.dims3()?;
+        let group = heads / kv_heads;
+        let (starts, ends) = self.choice(step)?;
+        let rows = (self.budget / (4 * length * (kv_heads + 1))).clamp(1, n.max(1));
+        let mut chosen = Vec::new();
+        for first in (0..n).step_by(rows) {
+            let rows = rows.min(n - first);
+            let part = |tensor: &Tensor| tensor.narrow(0, first, rows);
+            let (starts, ends) = (part(&starts)?, part(&ends)?);
+            let visible = Visible::between(Some(&starts), Some(&ends));
+            let weights = Tensor::ones((rows, group), DType::F32, step.q.device())?;
+            let mut scores: Option<Tensor> = None;
+            for head in 0..kv_heads {
+                let q = part(step.q)?.narrow(1, head * group, group)?;
+                let keys = IndexKeys::packed(&step.k.narrow(1, head, 1)?.squeeze(1)?);
+                let own = indexer_scores(&q, &keys, &weights, &visible)?;
+                scores = Some(match scores {
+                    None => own,
+                    Some(sum) => (sum + own)?,
+                });
+            }
+            let scores = scores.expect("a model has heads");
+            let bounds = Bounds::new(&starts, &ends);
+            chosen.push(self.top()?.select(&scores, &bounds)?.positions);
+        }
+        Ok(Tensor::cat(&chosen, 0)?.unsqueeze(1)?)
+    }
+}
+
+/// The share of the attention's mass that lies on the positions attended to: its mean over tokens and
+/// heads.
+pub fn share(sparse_lse: &Tensor, dense_lse: &Tensor) -> Result<f64> {
+    let share = (sparse_lse - dense_lse)?.exp()?;
+    Ok(share.flatten_all()?.mean(D::Minus1)?.to_scalar::<f32>()? as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+
+    fn step<'a>(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Step<'a> {
+        Step {
+            q,
+            k,
+            v,
+            first: k.dims()[0] - q.dims()[0],
+            scale: 0.25,
+        }
+    }
+
+    fn operands(n: usize, length: usize) -> Result<[Tensor; 3]> {
+        let random = |dims: [usize; 3]| Tensor::randn(0f32, 1.0, &dims, &Device::Cpu);
+        Ok([
+            random([n, 6, 16])?,
+            random([length, 2, 16])?,
+            random([length, 2, 16])?,
+        ])
+    }
+
+    fn sparse(k: usize, scoring: Scoring, first: usize, last: usize) -> Sparse {
+        Sparse {
+            k,
+            scoring,
+            first,
+            last,
+            budget: 5000,
+        }
+    }
+
+    fn difference(a: &Tensor, b: &Tensor) -> Result<f32> {
+        Ok((a - b)?.abs()?.max_all()?.to_scalar::<f32>()?)
+    }
+
+    #[test]
+    fn all_positions_are_dense_attention() -> Result<()> {
+        let [q, k, v] = operands(40, 100)?;
+        let step = step(&q, &k, &v);
+        for scoring in [Scoring::Group, Scoring::Shared] {
+            for (first, last) in [(0, 0), (4, 0), (4, 16), (0, 99)] {
+                let (out, lse) = sparse(100, scoring, first, last).run(&step)?;
+                let what = format!("{scoring:?}, {first} first, {last} last");
+                assert!(difference(&out, &dense(&step)?)? < 1e-5, "{what}");
+                let share = share(&lse, &dense_lse(&step)?)?;
+                assert!((share - 1.0).abs() < 1e-5, "{what}: {share}");
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn positions_are_distinct_and_visible() -> Result<()> {
+        for (n, length) in [(1, 1), (1, 60), (60, 60), (7, 50)] {
+            let [q, k, v] = operands(n, length)?;
+            let step = step(&q, &k, &v);
+            for scoring in [Scoring::Group, Scoring::Shared] {
+                for (first, last) in [(0, 0), (2, 5), (0, 8), (3, 0)] {
+                    let positions = sparse(16, scoring, first, last).positions(&step)?;
+                    let lists = positions.dims()[1];
+                    let lists_of = positions.reshape((n * lists, 16))?.to_vec2::<u32>()?;
+                    for (i, list) in lists_of.iter().enumerate() {
+                        let end = step.first + i / lists + 1;
+                        let mut seen: Vec<u32> = list
+                            .iter()
+                            .copied()
+                            .filter(|&p| (p as usize) < end)
+                            .collect();
+                        seen.sort_unstable();
+                        assert!(seen.windows(2).all(|pair| pair[0] < pair[1]), "{list:?}");
+                        assert_eq!(seen.len(), end.min(16), "{end}: {list:?}");
+                        for p in (0..first.min(end)).chain(end.saturating_sub(last)..end) {
+                            assert!(seen.contains(&(p as u32)), "{p} of {end}: {list:?}");
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn more_positions_hold_more_of_the_mass() -> Result<()> {
+        let [q, k, v] = operands(30, 200)?;
+        let step = step(&q, &k, &v);
+        let dense = dense_lse(&step)?;
+        let mut before = 0.0;
+        for k in [8, 16, 64, 128] {
+            let (_, lse) = sparse(k, Scoring::Group, 0, 0).run(&step)?;
+            let share = share(&lse, &dense)?;
+            assert!(share > before && share < 1.0, "{k}: {share}");
+            before = share;
+        }
+        assert!(sparse(8, Scoring::Group, 4, 4).run(&step).is_err());
+        Ok(())
+    }
+}
