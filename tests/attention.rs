@@ -133,3 +133,8 @@ fn attention_refusals() -> Result<()> {
 fn steps_into_buffers() -> Result<()> {
     cases::steps_into_buffers(CPU)
 }
+
+#[test]
+fn beyond_two_to_the_31() -> Result<()> {
+    cases::beyond_two_to_the_31(CPU)
+}

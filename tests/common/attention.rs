@@ -1843,3 +1843,67 @@ pub fn steps_into_buffers(device: &Device) -> Result<()> {
     refused(IndexBuffers::new(1, 0, 1, device), &["width is 0"]);
     Ok(())
 }
+
+/// Elements beyond 2^31: of scores, of keys and of values. Most of that memory is never touched.
+pub fn beyond_two_to_the_31(device: &Device) -> Result<()> {
+    let rng = &mut rng(61);
+    let pitch = 1 << 30;
+    let whole = Tensor::zeros(2 * pitch + 8, DType::F32, device)?;
+    let q = tensor(&normals(3 * 32, rng), &[3, 1, 32], DType::F32, device)?;
+    let k = tensor(&normals(8 * 32, rng), &[8, 32], DType::F32, device)?;
+    let weights = Tensor::ones((3, 1), DType::F32, device)?;
+    // Rows that lie 2^30 elements apart, as a view.
+    let (dims, keys) = ((2, pitch), IndexKeys::packed(&k));
+    let out = whole
+        .narrow(0, 8, 2 * pitch)?
+        .reshape(dims)?
+        .narrow(1, pitch - 8, 8)?;
+    let part = |t: &Tensor| t.narrow(0, 1, 2);
+    let (q, weights) = (part(&q)?, part(&weights)?);
+    indexer_scores_into(&q, &keys, &weights, &Visible::all(), &out)?;
+    let wanted = indexer_scores(&q, &keys, &weights, &Visible::all())?;
+    assert_eq!(bits(&out)?, bits(&wanted)?);
+    assert!(out.layout().start_offset() + pitch >= 1 << 31);
+    drop((out, whole));
+
+    let (length, dim) = ((1 << 25) + 70, 64);
+    let keys = Tensor::zeros((length, 1, dim), DType::F32, device)?;
+    let values = Tensor::zeros((length, 1, dim), DType::F32, device)?;
+    let tail = tensor(&normals(64 * dim, rng), &[64, 1, dim], DType::F32, device)?;
+    for tensor in [&keys, &values] {
+        tensor.slice_set(&tail, 0, length - 64)?;
+    }
+    let q = tensor(&normals(4 * dim, rng), &[1, 4, dim], DType::F32, device)?;
+    let op = SparseAttention::new(0.125);
+    let run = |k: &Tensor, v: &Tensor, first: u32| -> Result<_> {
+        let positions = Tensor::arange(first, first + 64, device)?.unsqueeze(0)?;
+        let attention = op.forward(&q, &KeyValues::packed(k, v), &positions)?;
+        Ok((bits(&attention.out)?, bits(&attention.lse)?))
+    };
+    let far = run(&keys, &values, length as u32 - 64)?;
+    assert_eq!(far, run(&tail, &tail, 0)?);
+
+    // And of the keys of an indexer, whose last row of a long cache is the one that is seen.
+    let flat = keys.reshape((length, dim))?;
+    let starts = ints(&[length as i64 - 64], 0, device)?;
+    let visible = Visible::between(Some(&starts), None);
+    let top = TopK::new(3)?.order(Order::ByPosition);
+    let weights = Tensor::ones((1, 4), DType::F32, device)?;
+    let chosen = index_topk(
+        &q,
+        &IndexKeys::packed(&flat),
+        &weights,
+        &visible,
+        &top,
+        1 << 30,
+    )?;
+    let near = IndexKeys::packed(&tail.squeeze(1)?);
+    let near = index_topk(&q, &near, &weights, &Visible::all(), &top, 1 << 30)?;
+    let positions = |t: &Tensor| t.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<u32>();
+    let moved: Vec<u32> = positions(&near.positions)?
+        .into_iter()
+        .map(|p| p + length as u32 - 64)
+        .collect();
+    assert_eq!(positions(&chosen.positions)?, moved);
+    Ok(())
+}

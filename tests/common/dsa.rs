@@ -6,7 +6,6 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use candle_topk::attention::dsa::{DsaAttention, DsaCache, DsaConfig, DsaOutput, Rope, RopeLayout};
 use std::collections::HashMap;
-use std::path::PathBuf;
 
 pub const MODELS: [&str; 2] = ["deepseek_v32", "glm_moe_dsa"];
 const TOKENS: usize = 72;
@@ -22,15 +21,21 @@ pub struct Fixture {
 
 impl Fixture {
     pub fn load(name: &str, dtype: DType, device: &Device) -> Result<Self> {
-        let folder = PathBuf::from(
-            std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or(env!("CARGO_MANIFEST_DIR").into()),
-        )
-        .join("tests/fixtures");
-        let json = std::fs::read_to_string(folder.join(format!("{name}.json")))?;
-        let file = folder.join(format!("{name}.safetensors"));
+        // In the program, so that it runs where there is no repository.
+        let (json, data): (&str, &[u8]) = match name {
+            "deepseek_v32" => (
+                include_str!("../fixtures/deepseek_v32.json"),
+                include_bytes!("../fixtures/deepseek_v32.safetensors"),
+            ),
+            "glm_moe_dsa" => (
+                include_str!("../fixtures/glm_moe_dsa.json"),
+                include_bytes!("../fixtures/glm_moe_dsa.safetensors"),
+            ),
+            other => candle_core::bail!("there is no fixture {other:?}"),
+        };
         Ok(Self {
-            config: DsaConfig::from_json(&json)?,
-            tensors: candle_core::safetensors::load(file, &Device::Cpu)?,
+            config: DsaConfig::from_json(json)?,
+            tensors: candle_core::safetensors::load_buffer(data, &Device::Cpu)?,
             device: device.clone(),
             dtype,
         })

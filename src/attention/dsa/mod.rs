@@ -174,12 +174,15 @@ impl DsaAttention {
     /// dtype (F32, F16 or BF16), with fp8 weights multiplied by their `weight_scale_inv`.
     ///
     /// # Errors
-    /// For weights that are missing or of another shape, and a layer that the model doesn't have.
+    /// For weights that are missing or of another shape, a layer that the model doesn't have, and an
+    /// `index_topk` above [`MAX_K`](crate::selection::MAX_K).
     pub fn load(config: &DsaConfig, layer: usize, rope: &Rope, vb: VarBuilder) -> Result<Self> {
         let dtype = vb.dtype();
         if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
             bail!("{OP}: the weights are to be {dtype:?}, F32, F16 or BF16 is needed")
         }
+        // Refused here, not at the first long sequence.
+        TopK::new(config.index_topk).map_err(|e| e.context(OP))?;
         let heads = config.num_attention_heads;
         let (nope, rotated) = (config.qk_nope_head_dim, config.qk_rope_head_dim);
         let (latent, value) = (config.kv_lora_rank, config.v_head_dim);
