@@ -29,28 +29,32 @@ mod kernels {
             )
             .into());
         }
-        let headers: Vec<_> = ["kernels/common", "kernels/sampling"]
-            .iter()
-            .flat_map(|folder| std::fs::read_dir(folder).into_iter().flatten().flatten())
-            .map(|entry| entry.path())
-            .filter(|path| path.extension().is_some_and(|e| e == "cuh"))
-            .collect();
         let out = PathBuf::from(std::env::var("OUT_DIR")?);
-        KernelBuilder::new()
-            .source_glob("kernels/sampling/*.cu")
-            .watch(headers)
-            .compute_cap(FORM)
-            .with_compute_override("sm90_*.cu", 90)
-            .arg("-O3")
-            .arg("-std=c++17")
-            // The CPU repeats the same operations, one rounding each.
-            .arg("-fmad=false")
-            .build_ptx()?
-            .write(out.join("sampling_ptx.rs"))?;
+        for folder in ["sampling", "selection"] {
+            let own = format!("kernels/{folder}");
+            let headers: Vec<_> = ["kernels/common", &own]
+                .iter()
+                .flat_map(|folder| std::fs::read_dir(folder).into_iter().flatten().flatten())
+                .map(|entry| entry.path())
+                .filter(|path| path.extension().is_some_and(|e| e == "cuh"))
+                .collect();
+            KernelBuilder::new()
+                .source_glob(&format!("{own}/*.cu"))
+                .watch(headers)
+                .compute_cap(FORM)
+                .with_compute_override("sm90_*.cu", 90)
+                .arg("-O3")
+                .arg("-std=c++17")
+                // The CPU repeats the same operations, one rounding each.
+                .arg("-fmad=false")
+                .build_ptx()?
+                .write(out.join(format!("{folder}_ptx.rs")))?;
+        }
         // What the benches measure with. A file of its own, which only they include: no program
         // that uses the crate carries it.
         KernelBuilder::new()
             .source_glob("kernels/bench/*.cu")
+            .watch(["kernels/bench/random.cuh"])
             .compute_cap(FORM)
             .arg("-O3")
             .arg("-std=c++17")

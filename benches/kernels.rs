@@ -21,33 +21,19 @@
 
 #[path = "../tests/common/mod.rs"]
 mod common;
+mod device;
 
-use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::sys::{
-    CUdevice_attribute_enum, CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode,
-};
-use candle_core::cuda_backend::cudarc::driver::{
-    CudaFunction, CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, LaunchConfig,
-    PushKernelArg,
-};
-use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
-use candle_core::{
-    bail, CpuStorage, CudaDevice, CudaStorage, DType, Device, InplaceOp1, Layout, Result, Storage,
-    Tensor,
-};
+use candle_core::cuda_backend::cudarc::driver::{LaunchConfig, PushKernelArg};
+use candle_core::cuda_backend::WrapErr;
+use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_topk::sampling::{
     mask_into, sample, CandidateBuffers, Draw, Mask, Routes, SampleBuffers,
 };
 use clap::{Parser, ValueEnum};
-use common::machine::Machine;
 use common::{rng, Oracle, Params};
+use device::{host_row, or, us, write, Gpu, EVICTED_BYTES};
 use rand::Rng;
 use serde_json::json;
-use std::sync::Arc;
-
-mod ptx {
-    include!(concat!(env!("OUT_DIR"), "/bench_ptx.rs"));
-}
 
 const WIDTHS: [usize; 5] = [128256, 151936, 201088, 248320, 262208];
 const BATCHES: [usize; 11] = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048];
@@ -55,11 +41,6 @@ const BATCHES: [usize; 11] = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048];
 const CAPACITY: usize = 256;
 /// No op takes any: what a launch needs beside inputs and outputs is on chip.
 const WORKSPACE: usize = 0;
-/// Several times the L2 of any device.
-const EVICTED_BYTES: usize = 256 << 20;
-/// How long the host may take to queue a replay and its events.
-const QUEUE_NS: u64 = 20_000;
-const WARM_UP: usize = 3;
 
 /// Times ops on the first CUDA device.
 #[derive(Parser)]
@@ -169,78 +150,7 @@ fn mode(text: &str, v: usize) -> Result<(String, Params)> {
     }
 }
 
-/// What is given, or else the default.
-fn or<T: Clone>(given: &[T], default: &[T]) -> Vec<T> {
-    if given.is_empty() { default } else { given }.to_vec()
-}
-
-/// The device, its stream, and the kernels of `kernels/bench`.
-struct Gpu {
-    device: Device,
-    cuda: CudaDevice,
-    stream: Arc<CudaStream>,
-    multiprocessors: u32,
-    machine: Machine,
-    /// Read to clear L2, and written by the copy floor.
-    scratch: std::cell::RefCell<CudaSlice<u8>>,
-    replays: usize,
-    seed: u64,
-}
-
-/// Blocks for each multiprocessor, threads, and loads in flight, of the floors.
-const FLOOR_SHAPES: [(u32, u32, usize); 6] = [
-    (1, 1024, 4),
-    (2, 1024, 8),
-    (2, 512, 1),
-    (4, 512, 4),
-    (4, 256, 8),
-    (8, 256, 4),
-];
-
 impl Gpu {
-    fn new(scratch: usize, replays: usize, seed: u64) -> Result<Self> {
-        // A stream of its own: the default one cannot be captured.
-        let device = Device::new_cuda_with_stream(0)?;
-        let cuda = device.as_cuda_device()?.clone();
-        let stream = cuda.cuda_stream();
-        // SAFETY: all work goes to the one stream. Events on it would break its captures.
-        unsafe { cuda.disable_event_tracking() };
-        let multiprocessors = stream
-            .context()
-            .attribute(CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
-            .w()?;
-        Ok(Self {
-            machine: Machine::of(&device),
-            scratch: cuda.alloc_zeros::<u8>(scratch.max(EVICTED_BYTES))?.into(),
-            multiprocessors: multiprocessors as u32,
-            device,
-            cuda,
-            stream,
-            replays,
-            seed,
-        })
-    }
-
-    fn kernel(&self, name: &str) -> Result<CudaFunction> {
-        let (module, ptx) = if name.starts_with("normal_") || name.starts_with("peaks_") {
-            ("candle-topk/bench/laws", ptx::LAWS)
-        } else {
-            ("candle-topk/bench/floors", ptx::FLOORS)
-        };
-        Ok(self
-            .cuda
-            .get_or_load_custom_func(name, module, ptx)?
-            .into_cuda_function())
-    }
-
-    fn config(&self, blocks_each: u32, threads: u32) -> LaunchConfig {
-        LaunchConfig {
-            grid_dim: (self.multiprocessors * blocks_each, 1, 1),
-            block_dim: (threads, 1, 1),
-            shared_mem_bytes: 0,
-        }
-    }
-
     /// Fills logits `[b, v]`, the same at every call.
     fn generate(&self, logits: &Tensor, dist: Dist) -> Result<()> {
         let (b, v) = logits.dims2()?;
@@ -272,171 +182,6 @@ impl Gpu {
             Ok(())
         })
     }
-
-    /// Overwrites a tensor whose bytes are whole words with NaN, which no op gives.
-    fn poison(&self, tensor: &Tensor) -> Result<()> {
-        let fill = self.kernel("fill")?;
-        let words = (tensor.elem_count() * tensor.dtype().size_in_bytes() / 4) as u64;
-        write(tensor, |address| {
-            let mut launch = self.stream.launch_builder(&fill);
-            launch.arg(&address).arg(&words).arg(&0x7fd17fd1u32);
-            // SAFETY: the tensor has so many words.
-            unsafe { launch.launch(self.config(8, 256)) }.w()?;
-            Ok(())
-        })
-    }
-
-    /// One pass over `bytes` bytes from `address` on, and with `copy` a copy of them.
-    fn pass(
-        &self,
-        copy: bool,
-        (blocks_each, threads, in_flight): (u32, u32, usize),
-        address: u64,
-        bytes: usize,
-    ) -> Result<()> {
-        let what = if copy { "copy" } else { "read" };
-        let kernel = self.kernel(&format!("{what}_{in_flight}"))?;
-        let mut scratch = self.scratch.borrow_mut();
-        let (target, _guard) = scratch.device_ptr_mut(&self.stream);
-        let vectors = (bytes / 16) as u64;
-        let mut launch = self.stream.launch_builder(&kernel);
-        launch.arg(&address).arg(&vectors).arg(&target);
-        // SAFETY: the source has so many vectors, and `scratch` is no smaller.
-        unsafe { launch.launch(self.config(blocks_each, threads)) }.w()?;
-        Ok(())
-    }
-
-    /// Leaves nothing in L2 but a buffer that nothing else reads, and the stream busy for as long as
-    /// the host needs to queue what comes next.
-    fn evict(&self) -> Result<()> {
-        let address = self.scratch.borrow().device_ptr(&self.stream).0;
-        self.pass(false, FLOOR_SHAPES[3], address, EVICTED_BYTES)?;
-        let busy = self.kernel("busy")?;
-        let mut launch = self.stream.launch_builder(&busy);
-        launch.arg(&QUEUE_NS);
-        let config = LaunchConfig {
-            grid_dim: (1, 1, 1),
-            block_dim: (1, 1, 1),
-            shared_mem_bytes: 0,
-        };
-        // SAFETY: touches no memory.
-        unsafe { launch.launch(config) }.w()?;
-        Ok(())
-    }
-
-    fn capture(&self, launch: impl FnOnce() -> Result<()>) -> Result<CudaGraph> {
-        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        self.stream.begin_capture(mode).w()?;
-        let launched = launch();
-        // Ended whatever came of it: the stream is of no use otherwise.
-        let graph = self.stream.end_capture(CUgraphInstantiate_flags(0)).w();
-        launched?;
-        match graph? {
-            Some(graph) => {
-                graph.upload().w()?;
-                Ok(graph)
-            }
-            None => bail!("the capture gave no graph"),
-        }
-    }
-
-    /// Times of replays in us, ascending.
-    fn time(
-        &self,
-        graph: &CudaGraph,
-        decoy: Option<&CudaGraph>,
-        replays: usize,
-        mut restore: impl FnMut() -> Result<()>,
-    ) -> Result<Vec<f64>> {
-        let event = || {
-            let context = self.stream.context();
-            context.new_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w()
-        };
-        let mut events = vec![];
-        for _ in 0..WARM_UP + replays {
-            let (start, end) = (event()?, event()?);
-            restore()?;
-            self.evict()?;
-            if let Some(decoy) = decoy {
-                decoy.launch().w()?;
-            }
-            start.record(&self.stream).w()?;
-            graph.launch().w()?;
-            end.record(&self.stream).w()?;
-            events.push((start, end));
-        }
-        let mut times = vec![];
-        for (start, end) in &events[WARM_UP..] {
-            times.push(start.elapsed_ms(end).w()? as f64 * 1e3);
-        }
-        times.sort_by(f64::total_cmp);
-        Ok(times)
-    }
-
-    /// The median of the fastest launch shape.
-    fn floor(&self, copy: bool, logits: &Tensor) -> Result<f64> {
-        let bytes = logits.elem_count() * logits.dtype().size_in_bytes();
-        let address = read(logits, &self.stream)?;
-        let mut least = f64::INFINITY;
-        for shape in FLOOR_SHAPES {
-            let graph = self.capture(|| self.pass(copy, shape, address, bytes))?;
-            least = least.min(median(&self.time(&graph, None, 20, || Ok(()))?));
-        }
-        Ok(least)
-    }
-}
-
-fn median(ascending: &[f64]) -> f64 {
-    let n = ascending.len();
-    (ascending[(n - 1) / 2] + ascending[n / 2]) / 2.0
-}
-
-/// To three decimals: the events' clock has no more.
-fn us(time: f64) -> f64 {
-    (time * 1e3).round() / 1e3
-}
-
-/// Calls `launch` with the address of a dense tensor that it may write.
-fn write(tensor: &Tensor, launch: impl Fn(u64) -> Result<()>) -> Result<()> {
-    struct Write<F>(F);
-    impl<F: Fn(u64) -> Result<()>> InplaceOp1 for Write<F> {
-        fn name(&self) -> &'static str {
-            "write"
-        }
-        fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
-            bail!("write: the tensor is on the CPU, a CUDA one is needed")
-        }
-        fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
-            let stream = storage.device().cuda_stream();
-            let size = storage.dtype().size_in_bytes();
-            let (address, _guard) = match &mut storage.slice {
-                CudaStorageSlice::F32(slice) => slice.device_ptr_mut(&stream),
-                CudaStorageSlice::BF16(slice) => slice.device_ptr_mut(&stream),
-                _ => bail!(
-                    "write: the tensor is {:?}, F32 or BF16 is needed",
-                    storage.dtype()
-                ),
-            };
-            (self.0)(address + (layout.start_offset() * size) as u64)
-        }
-    }
-    tensor.inplace_op1(&Write(launch))
-}
-
-/// The address of dense logits, to be read for as long as the tensor lives.
-fn read(tensor: &Tensor, stream: &CudaStream) -> Result<u64> {
-    let (storage, _) = tensor.storage_and_layout();
-    let Storage::Cuda(storage) = &*storage else {
-        bail!("read: the tensor is on the CPU, a CUDA one is needed")
-    };
-    Ok(match &storage.slice {
-        CudaStorageSlice::F32(slice) => slice.device_ptr(stream).0,
-        CudaStorageSlice::BF16(slice) => slice.device_ptr(stream).0,
-        _ => bail!(
-            "read: the tensor is {:?}, F32 or BF16 is needed",
-            storage.dtype()
-        ),
-    })
 }
 
 /// What an op is run on.
@@ -638,13 +383,6 @@ impl Run for SampleRun {
     }
 }
 
-fn host_row(tensor: &Tensor, row: usize) -> Result<Vec<f32>> {
-    // A copy of its own first: a view would bring the whole batch along.
-    let row = tensor.get(row)?.force_contiguous()?;
-    let row = row.to_device(&Device::Cpu)?;
-    row.to_dtype(DType::F32)?.to_vec1()
-}
-
 /// Everything at one batch of logits. Gives the number of mismatches.
 fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) -> Result<usize> {
     let logits = Tensor::zeros((b, v), dtype.dtype(), &gpu.device)?;
@@ -652,11 +390,15 @@ fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) 
     gpu.generate(&logits, dist)?;
     // What the op runs on before it is timed, so that its code is where repeated use leaves it, and
     // its input is not. A batch beyond L2 needs no other.
-    let decoy = match b * v * dtype.dtype().size_in_bytes() < EVICTED_BYTES / 2 {
+    let bytes = b * v * dtype.dtype().size_in_bytes();
+    let decoy = match bytes < EVICTED_BYTES / 2 {
         true => Some(logits.copy()?),
         false => None,
     };
-    let floors = (gpu.floor(false, &logits)?, gpu.floor(true, &logits)?);
+    let floors = (
+        gpu.floor(false, &logits, bytes)?,
+        gpu.floor(true, &logits, bytes)?,
+    );
 
     let mut mismatches = 0;
     let mut rng = rng(gpu.seed ^ (b * v) as u64);
@@ -759,18 +501,6 @@ fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) 
     Ok(mismatches)
 }
 
-impl Gpu {
-    /// The keys that every line has.
-    fn line(&self, op: &str, times: &[f64]) -> serde_json::Map<String, serde_json::Value> {
-        let line = json!({
-            "op": op, "us": us(median(times)), "us_min": us(times[0]),
-            "us_max": us(times[times.len() - 1]), "seed": self.seed, "gpu": self.machine.gpu,
-            "rev": self.machine.rev, "date": self.machine.date,
-        });
-        line.as_object().cloned().unwrap_or_default()
-    }
-}
-
 fn main() -> Result<()> {
     let args = Args::parse();
     let mut shapes = vec![];
@@ -819,12 +549,7 @@ fn main() -> Result<()> {
     for name in ["normal_f32", "fill"] {
         gpu.kernel(name)?;
     }
-    let empty = gpu.capture(|| Ok(()))?;
-    let times = gpu.time(&empty, None, gpu.replays, || Ok(()))?;
-    println!(
-        "{}",
-        serde_json::Value::Object(gpu.line("empty_graph", &times))
-    );
+    println!("{}", gpu.empty_graph()?);
     let start = std::time::Instant::now();
     let mut mismatches = 0;
     for &(dist, dtype, b, v) in &shapes {

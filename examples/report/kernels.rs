@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 use serde::Deserialize;
 
 use crate::lines::{Line, Results, Run};
+use crate::selection;
 use crate::text::{geometric_mean, mode_order, number, optional, table};
 
 const OPS: [&str; 3] = ["mask", "candidates", "sample"];
@@ -172,7 +173,7 @@ struct Measured {
 }
 
 /// How many cells are within a bar, as a verdict.
-fn verdict(met: usize, of: usize) -> String {
+pub fn verdict(met: usize, of: usize) -> String {
     match met == of {
         true => "yes".to_string(),
         false => format!("no: {met} of {of}"),
@@ -310,6 +311,8 @@ fn same_cell(a: &Line, b: &Line) -> bool {
 #[derive(Debug, Default, Deserialize)]
 pub struct Peers {
     pub peers: Vec<Peer>,
+    #[serde(default)]
+    pub selection: Vec<selection::Peer>,
 }
 
 #[derive(Debug, Deserialize)]

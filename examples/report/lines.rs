@@ -16,6 +16,23 @@ const REQUIRED: &[(&str, &[&str])] = &[
     ("candidates", KERNEL),
     ("sample", KERNEL),
     ("hit_rates", &["model", "mode", "positions", "hit_rate"]),
+    (
+        "topk",
+        &[
+            "m",
+            "n",
+            "k",
+            "lens",
+            "dist",
+            "dtype",
+            "order",
+            "values",
+            "us",
+            "read_floor_us",
+            "exact",
+        ],
+    ),
+    ("score_statistics", &["part", "k", "rows"]),
 ];
 const KERNEL: &[&str] = &[
     "b",

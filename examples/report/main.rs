@@ -11,10 +11,13 @@
 //! device. No table mixes revisions: of several runs it shows the latest. Where a summary of
 //! run-gpu.sh of the same revision (`*.txt`) lies beside it, the driver is taken from that.
 
+mod ablations;
 mod kernels;
 mod lines;
 mod plot;
 mod readme;
+mod scores;
+mod selection;
 mod serving;
 mod text;
 
@@ -59,7 +62,10 @@ fn run(args: &Args) -> Result<()> {
     if args.readme || args.check {
         return readme::update("README.md".as_ref(), &results, &peers, args.check);
     }
-    let mut out = Vec::new();
+    let folder = args.plots.clone().unwrap_or(args.results.join("plots"));
+    std::fs::create_dir_all(&folder)
+        .with_context(|| format!("cannot make the folder {}", folder.display()))?;
+    let (mut out, mut files) = (Vec::new(), Vec::new());
     if let Some(run) = kernels::latest(&results) {
         out.extend(["## Device times".to_string(), String::new()]);
         out.extend([format!("{}.", run.source()), String::new()]);
@@ -83,12 +89,29 @@ fn run(args: &Args) -> Result<()> {
         );
         out.extend(kernels::workspace(&run));
         out.extend(kernels::grid(&run));
-        let folder = args.plots.clone().unwrap_or(args.results.join("plots"));
-        std::fs::create_dir_all(&folder)
-            .with_context(|| format!("cannot make the folder {}", folder.display()))?;
-        for file in plot::draw(&run, &peers, &folder)? {
-            eprintln!("drawn: {}", file.display());
-        }
+        files.extend(plot::draw(&run, &peers, &folder)?);
+    }
+    if let Some(run) = selection::latest(&results) {
+        out.extend(["## Selection".to_string(), String::new()]);
+        out.extend([format!("{}.", run.source()), String::new()]);
+        out.extend(["### Bars of selection".to_string(), String::new()]);
+        out.extend(selection::bars(&run, &peers.selection));
+        out.push(String::new());
+        out.extend(selection::against(&run, &peers.selection));
+        out.extend(selection::grid(&run));
+        out.extend(selection::kinds(&run));
+    }
+    out.extend(selection::traces(&results));
+    out.extend(ablations::ablations(&results));
+    out.extend(ablations::crossover(&results));
+    out.extend(scores::statistics(&results));
+    let mut plots = plot::Plots::new(&folder);
+    selection::draw(&results, &peers.selection, &mut plots)?;
+    ablations::draw(&results, &mut plots)?;
+    scores::draw(&results, &mut plots)?;
+    files.extend(plots.files);
+    for file in files {
+        eprintln!("drawn: {}", file.display());
     }
     out.extend(kernels::ablation(&results));
     out.extend(serving::hit_rates(&results));

@@ -1,24 +1,109 @@
-//! Throughput against the batch, as SVG.
+//! Curves as SVG; and throughput against the batch.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{anyhow, Context, Result};
+use plotters::coord::ranged1d::{AsRangedCoord, ValueFormatter};
 use plotters::prelude::*;
 
 use crate::kernels::{floor, name, us, Peers, MODES};
 use crate::lines::Run;
 
-const COLORS: [RGBColor; 3] = [
+pub const GREY: RGBColor = RGBColor(0x80, 0x80, 0x80);
+pub const COLORS: [RGBColor; 3] = [
     RGBColor(0x1f, 0x77, 0xb4),
     RGBColor(0xd6, 0x27, 0x28),
     RGBColor(0x2c, 0xa0, 0x2c),
 ];
 
 /// Points of a curve, and how it is drawn.
-struct Curve {
-    label: String,
-    points: Vec<(f64, f64)>,
-    style: ShapeStyle,
+pub struct Curve {
+    pub label: String,
+    pub points: Vec<(f64, f64)>,
+    pub style: ShapeStyle,
+}
+
+impl Curve {
+    /// What a plot is about.
+    pub fn main(label: impl Into<String>, color: RGBColor, points: Vec<(f64, f64)>) -> Self {
+        Self::new(label.into(), color.stroke_width(2), points)
+    }
+
+    /// What it is held against.
+    pub fn beside(label: impl Into<String>, color: RGBColor, points: Vec<(f64, f64)>) -> Self {
+        Self::new(label.into(), color.mix(0.4).stroke_width(1), points)
+    }
+
+    fn new(label: String, style: ShapeStyle, mut points: Vec<(f64, f64)>) -> Self {
+        points.sort_by(|a, b| a.0.total_cmp(&b.0));
+        points.dedup_by_key(|point| point.0);
+        Self {
+            label,
+            points,
+            style,
+        }
+    }
+}
+
+/// Plots in a folder.
+pub struct Plots<'a> {
+    folder: &'a Path,
+    pub files: Vec<PathBuf>,
+}
+
+impl<'a> Plots<'a> {
+    pub fn new(folder: &'a Path) -> Self {
+        Self {
+            folder,
+            files: Vec::new(),
+        }
+    }
+
+    /// Draws the curves that have any length, and nothing where none has.
+    pub fn draw(
+        &mut self,
+        name: &str,
+        title: &str,
+        axes: Axes,
+        mut curves: Vec<Curve>,
+    ) -> Result<()> {
+        curves.retain(|curve| curve.points.len() > 1);
+        if !curves.is_empty() {
+            let file = self.folder.join(format!("{name}.svg"));
+            chart(&file, title, axes, &curves)?;
+            self.files.push(file);
+        }
+        Ok(())
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Scale {
+    Linear,
+    Logarithmic,
+}
+
+/// What the axes say, and how they are divided.
+#[derive(Clone, Copy)]
+pub struct Axes<'a> {
+    pub x: (&'a str, Scale),
+    pub y: (&'a str, Scale),
+}
+
+impl<'a> Axes<'a> {
+    pub fn logarithmic(x: &'a str, y: &'a str) -> Self {
+        Self {
+            x: (x, Scale::Logarithmic),
+            y: (y, Scale::Logarithmic),
+        }
+    }
+
+    pub fn linear(x: &'a str, y: &'a str) -> Self {
+        Self {
+            x: (x, Scale::Linear),
+            y: (y, Scale::Linear),
+        }
+    }
 }
 
 /// Rows a second.
@@ -87,8 +172,12 @@ pub fn draw(run: &Run, peers: &Peers, folder: &Path) -> Result<Vec<PathBuf>> {
             curves.retain(|curve| !curve.points.is_empty());
             let file = folder.join(format!("{}-{v}.svg", op.replace(' ', "-")));
             let title = format!("{op}, f32, V = {v}");
-            chart(&file, &title, &curves)
-                .with_context(|| format!("cannot draw {}", file.display()))?;
+            chart(
+                &file,
+                &title,
+                Axes::logarithmic("batch", "rows a second"),
+                &curves,
+            )?;
             files.push(file);
         }
     }
@@ -105,14 +194,37 @@ fn ascending(points: impl Iterator<Item = (u64, f64)>) -> Vec<(f64, f64)> {
         .collect()
 }
 
-fn chart(file: &Path, title: &str, curves: &[Curve]) -> Result<()> {
-    let points = || curves.iter().flat_map(|curve| &curve.points);
-    let range = |of: fn(&(f64, f64)) -> f64| {
-        let least = points().map(of).fold(f64::INFINITY, f64::min);
-        let most = points().map(of).fold(0.0, f64::max);
+/// Draws the curves into a file.
+fn chart(file: &Path, title: &str, axes: Axes, curves: &[Curve]) -> Result<()> {
+    let range = |of: fn(&(f64, f64)) -> f64, scale: Scale| {
+        let values = || curves.iter().flat_map(|curve| &curve.points).map(of);
+        let least = values().fold(f64::INFINITY, f64::min);
+        let most = values().fold(f64::NEG_INFINITY, f64::max);
         // An axis needs some length.
-        (least / 1.25..most * 1.25).log_scale()
+        match scale {
+            Scale::Logarithmic => least / 1.25..most * 1.25,
+            Scale::Linear => {
+                let room = ((most - least) * 0.05).max(1e-3);
+                least - room..most + room
+            }
+        }
     };
+    let (x, y) = (range(|p| p.0, axes.x.1), range(|p| p.1, axes.y.1));
+    use Scale::{Linear, Logarithmic};
+    match (axes.x.1, axes.y.1) {
+        (Linear, Linear) => on(file, title, axes, curves, x, y),
+        (Linear, Logarithmic) => on(file, title, axes, curves, x, y.log_scale()),
+        (Logarithmic, Linear) => on(file, title, axes, curves, x.log_scale(), y),
+        (Logarithmic, Logarithmic) => on(file, title, axes, curves, x.log_scale(), y.log_scale()),
+    }
+    .with_context(|| format!("cannot draw {}", file.display()))
+}
+
+fn on<X, Y>(file: &Path, title: &str, axes: Axes, curves: &[Curve], x: X, y: Y) -> Result<()>
+where
+    X: AsRangedCoord<Value = f64, CoordDescType: ValueFormatter<f64>>,
+    Y: AsRangedCoord<Value = f64, CoordDescType: ValueFormatter<f64>>,
+{
     let failed = |e: DrawingAreaErrorKind<_>| anyhow!("{e}");
     let area = SVGBackend::new(file, (760, 480)).into_drawing_area();
     area.fill(&WHITE).map_err(failed)?;
@@ -121,14 +233,14 @@ fn chart(file: &Path, title: &str, curves: &[Curve]) -> Result<()> {
         .margin(12)
         .x_label_area_size(40)
         .y_label_area_size(70)
-        .build_cartesian_2d(range(|p| p.0), range(|p| p.1))
+        .build_cartesian_2d(x, y)
         .map_err(failed)?;
     chart
         .configure_mesh()
-        .x_desc("batch")
-        .y_desc("rows a second")
-        .x_label_formatter(&|x| format!("{x:.0}"))
-        .y_label_formatter(&|y| format!("{y:.0e}"))
+        .x_desc(axes.x.0)
+        .y_desc(axes.y.0)
+        .x_label_formatter(&label)
+        .y_label_formatter(&label)
         .light_line_style(TRANSPARENT)
         .draw()
         .map_err(failed)?;
@@ -151,6 +263,17 @@ fn chart(file: &Path, title: &str, curves: &[Curve]) -> Result<()> {
     Ok(())
 }
 
+fn label(value: &f64) -> String {
+    match value.abs() {
+        size if size >= 1e6 => format!("{value:.0e}"),
+        size if size >= 10.0 || size == 0.0 => format!("{value:.0}"),
+        _ => {
+            let text = format!("{value:.3}");
+            text.trim_end_matches('0').trim_end_matches('.').to_string()
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -163,7 +286,7 @@ mod tests {
             points: vec![(1.0, 1e5), (1024.0, 2e6)],
             style: COLORS[0].stroke_width(2),
         };
-        chart(&file, "sample", &[curve]).unwrap();
+        chart(&file, "sample", Axes::logarithmic("batch", "us"), &[curve]).unwrap();
         let svg = std::fs::read_to_string(&file).unwrap();
         std::fs::remove_file(&file).unwrap();
         for part in ["<svg", "polyline", "p0.9", "sample"] {

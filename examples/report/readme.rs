@@ -6,6 +6,7 @@ use anyhow::{bail, ensure, Context, Result};
 
 use crate::kernels;
 use crate::lines::{Line, Results};
+use crate::selection;
 use crate::text::{mode_order, number, optional, ratio, table};
 
 const BEGIN: &str = "<!-- results:begin -->";
@@ -72,6 +73,17 @@ fn section(results: &Results, peers: &kernels::Peers) -> Result<String> {
             String::new(),
         ];
         part.extend(kernels::bars(&run, peers)?);
+        part.extend([String::new(), format!("{}.", run.source())]);
+        parts.push(part);
+    }
+    if let Some(run) = selection::latest(results) {
+        let mut part = vec![
+            "**Device times** of `selection::TopK`, as replays of a CUDA graph, against the time in which the valid \
+             scores can be read in the same run."
+                .to_string(),
+            String::new(),
+        ];
+        part.extend(selection::bars(&run, &peers.selection));
         part.extend([String::new(), format!("{}.", run.source())]);
         parts.push(part);
     }

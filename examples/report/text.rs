@@ -2,8 +2,8 @@
 
 /// A Markdown table: names to the left, numbers to the right.
 pub fn table(head: &[&str], rows: &[Vec<String>]) -> Vec<String> {
-    const NAMES: [&str; 7] = [
-        "mode", "model", "bar", "sampler", "peer", "variant", "worst",
+    const NAMES: [&str; 10] = [
+        "mode", "model", "bar", "sampler", "peer", "variant", "worst", "request", "what", "spread",
     ];
     let line = |cells: Vec<&str>| format!("| {} |", cells.join(" | "));
     let rule = head.iter().map(|name| match NAMES.contains(name) {
@@ -34,7 +34,7 @@ pub fn ratio(value: f64) -> String {
     }
 }
 
-pub fn optional(value: Option<f64>, format: impl Fn(f64) -> String) -> String {
+pub fn optional<T>(value: Option<T>, format: impl Fn(T) -> String) -> String {
     value.map_or("-".to_string(), format)
 }
 

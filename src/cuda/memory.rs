@@ -1,6 +1,5 @@
 //! Device memory that kernels read and write: buffers of our own, and the addresses of a launch.
 
-use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,

@@ -19,6 +19,7 @@ pub(crate) use memory::{arg, Addresses, DeviceBuffer};
 
 mod ptx {
     include!(concat!(env!("OUT_DIR"), "/sampling_ptx.rs"));
+    include!(concat!(env!("OUT_DIR"), "/selection_ptx.rs"));
 }
 
 /// A file of kernels. Modules are cached by Candle under their names, on each device.
@@ -91,6 +92,24 @@ pub(crate) const SAMPLE: Family = Family {
         module!(SM90_BF16_SAMPLE),
     ],
 };
+/// Selection by one block a row, and by several that meet in the workspace.
+pub(crate) const SELECT: [Module; 3] = [
+    module!(SM80_F32_SELECT),
+    module!(SM80_F16_SELECT),
+    module!(SM80_BF16_SELECT),
+];
+/// Selection by one wide block a row.
+pub(crate) const SELECT_ROW_LOCAL: [Module; 3] = [
+    module!(SM80_F32_SELECT_ROW_LOCAL),
+    module!(SM80_F16_SELECT_ROW_LOCAL),
+    module!(SM80_BF16_SELECT_ROW_LOCAL),
+];
+/// Selection by a cluster a row.
+pub(crate) const SELECT_CLUSTER: [Module; 3] = [
+    module!(SM90_F32_SELECT_CLUSTER),
+    module!(SM90_F16_SELECT_CLUSTER),
+    module!(SM90_BF16_SELECT_CLUSTER),
+];
 pub(crate) const REPEAT_PENALTY: Module = module!(REPEAT_PENALTY);
 
 impl Family {
@@ -147,7 +166,12 @@ pub fn with_form<R>(form: Form, f: impl FnOnce() -> R) -> R {
     f()
 }
 
-fn runs_sm90(device: &CudaDevice) -> Result<bool> {
+/// Whether this thread launches no kernels of clusters.
+pub(crate) fn forced_sm80() -> bool {
+    FORCED.get() == Some(Form::Sm80)
+}
+
+pub(crate) fn runs_sm90(device: &CudaDevice) -> Result<bool> {
     let capability = device.cuda_stream().context().compute_capability().w()?;
     Ok(capability == (9, 0))
 }
@@ -189,6 +213,16 @@ pub(crate) struct Teams {
 }
 
 impl Kernel {
+    /// Lets clusters have 16 blocks, beyond the 8 that every device of compute capability 9.0 has.
+    pub fn allow_large_clusters(&self) -> Result<()> {
+        self.function
+            .set_attribute(
+                FunctionAttribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED,
+                1,
+            )
+            .w()
+    }
+
     /// Launches the kernel. (cudarc's own launch knows no clusters but those that a kernel is
     /// compiled for.)
     ///
@@ -261,7 +295,16 @@ impl Module {
     }
 }
 
-/// Loads the kernels for logits of this dtype (F32, F16 or BF16) onto a CUDA device.
+/// The one of three modules that serves this dtype: F32, F16 or BF16.
+pub(crate) fn of_dtype(modules: &[Module; 3], dtype: DType) -> Module {
+    match dtype {
+        DType::F16 => modules[1],
+        DType::BF16 => modules[2],
+        _ => modules[0],
+    }
+}
+
+/// Loads the kernels for logits and scores of this dtype (F32, F16 or BF16) onto a CUDA device.
 ///
 /// # Errors
 /// For a device that is not CUDA, another dtype, or a device that the driver cannot load the
@@ -281,5 +324,5 @@ pub fn preload(device: &Device, dtype: DType) -> Result<()> {
         }
     }
     REPEAT_PENALTY.kernel(device, "repeat_penalty", 0)?;
-    Ok(())
+    crate::selection::preload(device, dtype)
 }

@@ -235,7 +235,7 @@ pub fn plan(request: &PlanRequest) -> Result<Plan> {
         Some(stride) => {
             bail!("{OP}: the sampling stride is {stride}, a power of two from 1 to 256 is accepted")
         }
-        None => stride(mapping, n),
+        None => stride(mapping, n, dtype),
     };
     if let Some(margin) = overrides.margin {
         if !(1.0..=4.0).contains(&margin) {
@@ -300,7 +300,7 @@ fn resident(dtype: DType) -> usize {
     4 * 1024 * 16 / dtype.size_in_bytes()
 }
 
-// What follows was measured on an H200: see `docs` in the repository's benches.
+// What follows was measured on an H200 (benches/selection.rs).
 
 /// The shortest part of a row that is worth a block of its own.
 const SLICE: usize = 8192;
@@ -327,8 +327,10 @@ fn mapping(request: &PlanRequest) -> Mapping {
     }
 }
 
-fn stride(mapping: Mapping, n: usize) -> u32 {
+fn stride(mapping: Mapping, n: usize, dtype: DType) -> u32 {
     match mapping {
+        // One score of each vector in the registers.
+        Mapping::RowLocal => 16 / dtype.size_in_bytes() as u32,
         Mapping::Block if n >= 1 << 17 => 64,
         _ => match n {
             0..=16_384 => 8,

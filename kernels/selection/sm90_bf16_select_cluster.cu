@@ -1,0 +1,7 @@
+// A cluster of wide blocks a row: its size is the launch's.
+constexpr int kThreads = 1024;
+#include "cluster.cuh"
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) select_cluster(const __grid_constant__ Request request) {
+  select_cluster<__nv_bfloat16>(request);
+}

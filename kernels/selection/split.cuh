@@ -1,0 +1,94 @@
+// Several blocks a row, which leave what they collect in the workspace; the last to arrive finishes.
+#pragma once
+
+#include "select.cuh"
+
+// What a block leaves: `SEGMENT_BYTES` in src/selection/plan.rs. `arrived` counts in a row's first
+// segment, and is 0 between launches.
+struct Segment {
+  unsigned count, admitted, raised, read;
+  unsigned arrived, unused[kHeader - 5];
+  u64 list[kSlack];
+};
+static_assert(sizeof(Segment) == 64 + 8 * kSlack, "src/selection/plan.rs gives as much");
+
+template <class T>
+__device__ void select_split(const Request& request) {
+  __shared__ bool last;
+  const int blocks = request.blocks, rank = blockIdx.x % blocks;
+  const long long row = blockIdx.x / blocks;
+  prefetch<T>(request, row, rank, blocks);
+  const int start = request.start.of(row, request.width, 0);
+  const int end = request.end.of(row, request.width, request.width);
+  begin();
+  const Selector<T> selector(request, row, start, end, 1);
+  const int length = selector.scores.length;
+  if (is_trivial(request, length)) {
+    if (rank == 0) selector.put_all();
+    return;
+  }
+
+  typename Selector<T>::Proposal proposal = {0, 0};
+  const Slice slice(selector.scores, rank, blocks);
+  int route = kDirect;
+  if (length <= request.capacity) {
+    selector.collect(slice, 0, kAllKeys);
+  } else {
+    Vector<T> held[kDepth];
+    selector.load(held, slice, slice.begin + threadIdx.x);
+    proposal = selector.propose([&](auto f) { return selector.for_each_sampled(f); });
+    selector.template collect_primary<true>(slice, proposal.primary, held);
+    if (proposal.primary > kNegInfinityKey && request.stride > 1) route = kPrimary;
+  }
+  unsigned count = state().count;
+  if (count > kSlack) {
+    compact(own_list(), count, request.k);
+    count = request.k;
+  }
+
+  Segment* segments = reinterpret_cast<Segment*>(request.workspace) + row * blocks;
+  Segment& own = segments[rank];
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count; i += kThreads) __stcg(&own.list[i], own_list()[i]);
+  if (threadIdx.x == 0) {
+    const RouteCounters& counters = state().counters;
+    __stcg(reinterpret_cast<uint4*>(&own),
+           make_uint4(count, counters.admitted, counters.raised, (unsigned)(counters.read / 16)));
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(&segments[0].arrived, 1) == blocks - 1;
+    if (last) segments[0].arrived = 0;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!last) return;
+
+  // The list is built anew from what all have left.
+  unsigned total = 0;
+  if (threadIdx.x == 0) state().counters = RouteCounters{0, 0, 0, 0};
+#pragma unroll 1
+  for (int other = 0; other < blocks; other++) {
+    const uint4 header = __ldcg(reinterpret_cast<const uint4*>(&segments[other]));
+    if (threadIdx.x == 0) {
+      state().counters.admitted += header.y, state().counters.raised += header.z;
+      state().counters.read += 16ull * header.w;
+    }
+    if (total + header.x > request.capacity) {
+      __syncthreads();
+      compact(own_list(), total, request.k);
+      total = request.k;
+    }
+#pragma unroll 4
+    for (int i = threadIdx.x; i < header.x; i += kThreads) own_list()[total + i] = __ldcg(&segments[other].list[i]);
+    total += header.x;
+  }
+  if (threadIdx.x == 0) state().count = total;
+  __syncthreads();
+  // What the slices lack, this block looks for alone, in all of the row.
+  if (total < request.k && length > request.capacity) {
+    route = selector.recover(Slice(selector.scores, 0, 1), proposal);
+  }
+  selector.finish(own_list(), state().count, route);
+}
