@@ -13,6 +13,9 @@ use crate::model::Step;
 /// How keys are scored, always by sums of ReLU(q . k) over heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Scoring {
+    /// A score for each query head: positions for each, three times as many gathers as by group in
+    /// SmolLM2.
+    Head,
     /// A score for each key head, summed over its group of query heads: positions for each group.
     Group,
     /// One score, summed over all heads: the same positions for all.
@@ -22,6 +25,7 @@ pub enum Scoring {
 impl Scoring {
     pub fn name(self) -> &'static str {
         match self {
+            Self::Head => "head",
             Self::Group => "group",
             Self::Shared => "shared",
         }
@@ -38,6 +42,10 @@ pub struct Sparse {
     pub first: usize,
     /// And the last so many, the token's own included.
     pub last: usize,
+    /// Whether the mean of the earlier keys is taken off the indexer's keys. It moves all scores of a
+    /// head alike, which softmax doesn't see, but ReLU does: where a head's products are negative
+    /// but for a few, it would leave nothing to tell the rest apart.
+    pub center: bool,
     /// Bytes for scores.
     pub budget: usize,
 }
@@ -78,38 +86,64 @@ pub fn dense_lse(step: &Step) -> Result<Tensor> {
     let blocks = step.k.dims()[0].div_ceil(BLOCK);
     let all = Tensor::arange(0u32, blocks as u32, step.q.device())?;
     let all = all.unsqueeze(0)?.broadcast_as((n, blocks))?;
+    let ends = (step.first..step.first + n).map(|position| position as u32 + 1);
+    let ends = Tensor::new(ends.collect::<Vec<_>>(), step.q.device())?;
     let attention = SparseAttention::new(step.scale)
         .with_block_size(BLOCK)
-        .with_visible(&causal(step)?)
+        .with_visible(&Visible::between(None, Some(&ends)))
         .forward(step.q, &KeyValues::packed(step.k, step.v), &all)?;
     Ok(attention.lse)
-}
-
-/// Each token sees what is before it, and itself.
-fn causal(step: &Step) -> Result<Visible> {
-    Ok(Visible::between(None, Some(&ends(step, 0)?)))
-}
-
-/// One past the last visible position, less `last`, of each new token.
-fn ends(step: &Step, last: usize) -> Result<Tensor> {
-    let n = step.q.dims()[0];
-    let end = |i: usize| (step.first + i + 1).saturating_sub(last) as u32;
-    let ends: Vec<u32> = (0..n).map(end).collect();
-    Ok(Tensor::new(ends, step.q.device())?)
 }
 
 impl Sparse {
     /// The output `[n, heads, dim]` and the lse F32 `[n, heads]`.
     pub fn run(&self, step: &Step) -> Result<(Tensor, Tensor)> {
-        let positions = self.positions(step)?;
+        let (n, heads, dim) = step.q.dims3()?;
+        let kv_heads = step.k.dims()[1];
+        let rows = self.rows_of(step)?;
+        let positions = self.positions(&rows, step)?;
+        let visible = Visible::between(None, Some(&rows.ends(0)?));
         let attention = SparseAttention::new(step.scale)
-            .with_visible(&causal(step)?)
-            .forward(step.q, &KeyValues::packed(step.k, step.v), &positions)?;
-        Ok((attention.out, attention.lse))
+            .with_visible(&visible)
+            .forward(&rows.q, &KeyValues::packed(step.k, step.v), &positions)?;
+        if rows.each == 1 {
+            return Ok((attention.out, attention.lse));
+        }
+        // Back to the heads of a token side by side.
+        let out = attention.out.reshape((n, rows.each, kv_heads, dim))?;
+        let lse = attention.lse.reshape((n, rows.each, kv_heads))?;
+        Ok((
+            out.transpose(1, 2)?.reshape((n, heads, dim))?,
+            lse.transpose(1, 2)?.reshape((n, heads))?,
+        ))
     }
 
-    /// U32 `[n, 1 or kv_heads, K]`.
-    pub fn positions(&self, step: &Step) -> Result<Tensor> {
+    /// The rows that choose together: tokens, or for positions of each head the heads of a group one
+    /// behind the other, so that keys need not be repeated.
+    fn rows_of(&self, step: &Step) -> Result<Rows> {
+        let (n, heads, dim) = step.q.dims3()?;
+        let kv_heads = step.k.dims()[1];
+        let each = match self.scoring {
+            Scoring::Head => heads / kv_heads,
+            _ => 1,
+        };
+        let q = match each {
+            1 => step.q.clone(),
+            _ => step
+                .q
+                .reshape((n, kv_heads, each, dim))?
+                .transpose(1, 2)?
+                .reshape((n * each, kv_heads, dim))?,
+        };
+        Ok(Rows {
+            q,
+            each,
+            first: step.first,
+        })
+    }
+
+    /// U32 `[rows, 1 or kv_heads, K]`.
+    fn positions(&self, rows: &Rows, step: &Step) -> Result<Tensor> {
         ensure!(
             self.first + self.last < self.k,
             "{} first and {} last positions leave none of {} to choose",
@@ -118,10 +152,10 @@ impl Sparse {
             self.k
         );
         let chosen = match self.scoring {
-            Scoring::Group => self.by_group(step)?,
-            Scoring::Shared => self.by_all(step)?,
+            Scoring::Head | Scoring::Group => self.by_group(rows, step)?,
+            Scoring::Shared => self.by_all(rows, step)?,
         };
-        let Some(forced) = self.forced(step)? else {
+        let Some(forced) = self.forced(rows)? else {
             return Ok(chosen);
         };
         let (n, lists, _) = chosen.dims3()?;
@@ -133,72 +167,90 @@ impl Sparse {
         )?)
     }
 
-    /// The first and the last positions, U32 `[n, first + last]`. What a token doesn't see is skipped
-    /// in attention; a position that would come twice is none.
-    fn forced(&self, step: &Step) -> Result<Option<Tensor>> {
+    /// The indexer's keys of a key head, `[T, dim]`.
+    fn keys(&self, step: &Step, head: usize) -> Result<IndexKeys> {
+        let keys = step.k.narrow(1, head, 1)?.squeeze(1)?;
+        if !self.center {
+            return Ok(IndexKeys::packed(&keys));
+        }
+        // Of what was there before this step, so that no token is chosen for by a later one; the first
+        // step has only itself.
+        let earlier = match step.first {
+            0 => keys.clone(),
+            first => keys.narrow(0, 0, first)?,
+        };
+        let mean = earlier.to_dtype(DType::F32)?.mean_keepdim(0)?;
+        let mean = mean.to_dtype(keys.dtype())?;
+        Ok(IndexKeys::packed(&keys.broadcast_sub(&mean)?))
+    }
+
+    /// The first and the last positions, U32 `[rows, first + last]`. What a token doesn't see is
+    /// skipped in attention; a position that would come twice is none.
+    fn forced(&self, rows: &Rows) -> Result<Option<Tensor>> {
         if self.first + self.last == 0 {
             return Ok(None);
         }
-        let n = step.q.dims()[0];
-        let mut data = Vec::with_capacity(n * (self.first + self.last));
-        for end in (step.first + 1)..=(step.first + n) {
+        let count = rows.q.dims()[0];
+        let mut data = Vec::with_capacity(count * (self.first + self.last));
+        for row in 0..count {
+            let end = rows.end(row);
             data.extend(0..self.first as u32);
             data.extend((1..=self.last).map(|back| match end.checked_sub(back) {
                 Some(position) if position >= self.first => position as u32,
                 _ => u32::MAX,
             }));
         }
-        let shape = (n, self.first + self.last);
-        Ok(Some(Tensor::from_vec(data, shape, step.q.device())?))
+        let shape = (count, self.first + self.last);
+        Ok(Some(Tensor::from_vec(data, shape, rows.q.device())?))
     }
 
     /// What is left to choose from.
-    fn choice(&self, step: &Step) -> Result<(Tensor, Tensor)> {
-        let n = step.q.dims()[0];
-        let starts = Tensor::full(self.first as u32, n, step.q.device())?;
-        Ok((starts, ends(step, self.last)?))
+    fn choice(&self, rows: &Rows) -> Result<(Tensor, Tensor)> {
+        let starts = Tensor::full(self.first as u32, rows.q.dims()[0], rows.q.device())?;
+        Ok((starts, rows.ends(self.last)?))
     }
 
     fn top(&self) -> Result<TopK> {
         Ok(TopK::new(self.k - self.first - self.last)?.order(Order::ByPosition))
     }
 
-    fn by_group(&self, step: &Step) -> Result<Tensor> {
-        let (n, heads, _) = step.q.dims3()?;
+    fn by_group(&self, rows: &Rows, step: &Step) -> Result<Tensor> {
+        let (count, heads, _) = rows.q.dims3()?;
         let kv_heads = step.k.dims()[1];
         let group = heads / kv_heads;
-        let weights = Tensor::ones((n, group), DType::F32, step.q.device())?;
-        let (starts, ends) = self.choice(step)?;
+        let weights = Tensor::ones((count, group), DType::F32, step.q.device())?;
+        let (starts, ends) = self.choice(rows)?;
         let visible = Visible::between(Some(&starts), Some(&ends));
         let mut chosen = Vec::with_capacity(kv_heads);
         for head in 0..kv_heads {
-            let q = step.q.narrow(1, head * group, group)?;
-            let keys = IndexKeys::packed(&step.k.narrow(1, head, 1)?.squeeze(1)?);
-            let top = self.top()?;
+            let q = rows.q.narrow(1, head * group, group)?;
+            let (keys, top) = (self.keys(step, head)?, self.top()?);
             let one = index_topk(&q, &keys, &weights, &visible, &top, self.budget)?;
             chosen.push(one.positions);
         }
         Ok(Tensor::stack(&chosen, 1)?)
     }
 
-    fn by_all(&self, step: &Step) -> Result<Tensor> {
-        let (n, heads, _) = step.q.dims3()?;
+    fn by_all(&self, rows: &Rows, step: &Step) -> Result<Tensor> {
+        let (count, heads, _) = rows.q.dims3()?;
         let (length, kv_heads, _) = step.k.dims3()?;
         let group = heads / kv_heads;
-        let (starts, ends) = self.choice(step)?;
-        let rows = (self.budget / (4 * length * (kv_heads + 1))).clamp(1, n.max(1));
+        let (starts, ends) = self.choice(rows)?;
+        let keys = (0..kv_heads).map(|head| self.keys(step, head));
+        let keys = keys.collect::<Result<Vec<_>>>()?;
+        // A sum and the scores of a head at a time.
+        let each = (self.budget / (4 * length * 2)).clamp(1, count.max(1));
         let mut chosen = Vec::new();
-        for first in (0..n).step_by(rows) {
-            let rows = rows.min(n - first);
-            let part = |tensor: &Tensor| tensor.narrow(0, first, rows);
+        for first in (0..count).step_by(each) {
+            let each = each.min(count - first);
+            let part = |tensor: &Tensor| tensor.narrow(0, first, each);
             let (starts, ends) = (part(&starts)?, part(&ends)?);
             let visible = Visible::between(Some(&starts), Some(&ends));
-            let weights = Tensor::ones((rows, group), DType::F32, step.q.device())?;
+            let weights = Tensor::ones((each, group), DType::F32, step.q.device())?;
             let mut scores: Option<Tensor> = None;
-            for head in 0..kv_heads {
-                let q = part(step.q)?.narrow(1, head * group, group)?;
-                let keys = IndexKeys::packed(&step.k.narrow(1, head, 1)?.squeeze(1)?);
-                let own = indexer_scores(&q, &keys, &weights, &visible)?;
+            for (head, keys) in keys.iter().enumerate() {
+                let q = part(&rows.q)?.narrow(1, head * group, group)?;
+                let own = indexer_scores(&q, keys, &weights, &visible)?;
                 scores = Some(match scores {
                     None => own,
                     Some(sum) => (sum + own)?,
@@ -209,6 +261,29 @@ impl Sparse {
             chosen.push(self.top()?.select(&scores, &bounds)?.positions);
         }
         Ok(Tensor::cat(&chosen, 0)?.unsqueeze(1)?)
+    }
+}
+
+/// Rows of queries, `each` of them for a token.
+struct Rows {
+    /// `[n each, heads, dim]`.
+    q: Tensor,
+    each: usize,
+    /// The position of the first token.
+    first: usize,
+}
+
+impl Rows {
+    /// One past the last position that a row sees.
+    fn end(&self, row: usize) -> usize {
+        self.first + row / self.each + 1
+    }
+
+    /// The ends of all rows, less `last`.
+    fn ends(&self, last: usize) -> Result<Tensor> {
+        let end = |row| self.end(row).saturating_sub(last) as u32;
+        let ends: Vec<u32> = (0..self.q.dims()[0]).map(end).collect();
+        Ok(Tensor::new(ends, self.q.device())?)
     }
 }
 
@@ -249,6 +324,7 @@ mod tests {
             scoring,
             first,
             last,
+            center: k % 2 == 0,
             budget: 5000,
         }
     }
@@ -261,7 +337,7 @@ mod tests {
     fn all_positions_are_dense_attention() -> Result<()> {
         let [q, k, v] = operands(40, 100)?;
         let step = step(&q, &k, &v);
-        for scoring in [Scoring::Group, Scoring::Shared] {
+        for scoring in [Scoring::Head, Scoring::Group, Scoring::Shared] {
             for (first, last) in [(0, 0), (4, 0), (4, 16), (0, 99)] {
                 let (out, lse) = sparse(100, scoring, first, last).run(&step)?;
                 let what = format!("{scoring:?}, {first} first, {last} last");
@@ -278,13 +354,15 @@ mod tests {
         for (n, length) in [(1, 1), (1, 60), (60, 60), (7, 50)] {
             let [q, k, v] = operands(n, length)?;
             let step = step(&q, &k, &v);
-            for scoring in [Scoring::Group, Scoring::Shared] {
+            for scoring in [Scoring::Head, Scoring::Group, Scoring::Shared] {
                 for (first, last) in [(0, 0), (2, 5), (0, 8), (3, 0)] {
-                    let positions = sparse(16, scoring, first, last).positions(&step)?;
-                    let lists = positions.dims()[1];
-                    let lists_of = positions.reshape((n * lists, 16))?.to_vec2::<u32>()?;
-                    for (i, list) in lists_of.iter().enumerate() {
-                        let end = step.first + i / lists + 1;
+                    let sparse = sparse(16, scoring, first, last);
+                    let rows = sparse.rows_of(&step)?;
+                    let positions = sparse.positions(&rows, &step)?;
+                    let (count, lists, _) = positions.dims3()?;
+                    let all = positions.reshape((count * lists, 16))?.to_vec2::<u32>()?;
+                    for (i, list) in all.iter().enumerate() {
+                        let end = rows.end(i / lists);
                         let mut seen: Vec<u32> = list
                             .iter()
                             .copied()

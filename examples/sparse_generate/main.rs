@@ -1,7 +1,7 @@
 //! A real model over chosen positions: SmolLM2, or another llama, whose attention is this crate's.
 //!
 //! Its own queries and keys are the indexer, without any training: a key's score is the sum over
-//! heads of ReLU(q . k), for each group of heads or for all together. A text is read with dense and
+//! heads of ReLU(q . k), for each head, for each group of heads or for all together. A text is read with dense and
 //! with sparse attention at several K; what comes out is the perplexity, the speed, and the share of
 //! the attention's mass that the chosen positions hold.
 //!
@@ -73,9 +73,13 @@ struct Args {
     #[arg(short, long, value_delimiter = ',', default_values_t = [64, 128, 256, 512, 1024])]
     k: Vec<usize>,
 
-    /// Positions for each group of heads, or the same for all
-    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Scoring::Group, Scoring::Shared])]
+    /// Positions for each head, for each group of heads, or the same for all
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Scoring::Head, Scoring::Group, Scoring::Shared])]
     scoring: Vec<Scoring>,
+
+    /// Whether the mean of the earlier keys is taken off the indexer's keys
+    #[arg(long, value_delimiter = ',', default_values_t = [true])]
+    center: Vec<bool>,
 
     /// First positions that are always among the K
     #[arg(long, value_delimiter = ',', default_values_t = [0, 4])]
@@ -210,15 +214,18 @@ impl Args {
     fn ways(&self) -> Result<Vec<Sparse>> {
         let mut ways = Vec::new();
         for &scoring in &self.scoring {
-            for (first, last) in self.forced()? {
-                for &k in self.k.iter().filter(|&&k| k > first + last) {
-                    ways.push(Sparse {
-                        k,
-                        scoring,
-                        first,
-                        last,
-                        budget: self.budget,
-                    });
+            for &center in &self.center {
+                for (first, last) in self.forced()? {
+                    for &k in self.k.iter().filter(|&&k| k > first + last) {
+                        ways.push(Sparse {
+                            k,
+                            scoring,
+                            first,
+                            last,
+                            center,
+                            budget: self.budget,
+                        });
+                    }
                 }
             }
         }
@@ -277,7 +284,7 @@ fn read_text(
         windows.len(),
         path.display()
     );
-    println!("    K  scoring  first  last   perplexity  against dense   late tokens  against dense   mass share  tokens/s");
+    println!("    K  scoring  center  first  last   perplexity  against dense   late tokens  against dense   mass share  tokens/s");
     let reading = |late_from| Reading {
         chunk: args.chunk,
         share: args.share,
@@ -323,8 +330,9 @@ fn print_line(
     let late = outcome.late_perplexity();
     let late_ratio = late.zip(dense.late_perplexity());
     println!(
-        "{k:>5}  {:<7}  {:>5}  {:>4}   {:>10.4}  {:>13}   {:>11}  {:>13}   {:>10}  {:>8.1}",
+        "{k:>5}  {:<7}  {:<6}  {:>5}  {:>4}   {:>10.4}  {:>13}   {:>11}  {:>13}   {:>10}  {:>8.1}",
         way.map_or("dense", |way| way.scoring.name()),
+        or_dash(way.map(|way| way.center.to_string())),
         or_dash(way.map(|way| way.first.to_string())),
         or_dash(way.map(|way| way.last.to_string())),
         outcome.perplexity(),
@@ -338,7 +346,7 @@ fn print_line(
         "op": "generate", "model": name, "phase": "prefill", "t": context, "k": k,
         "h": model.sizes.heads, "d": model.sizes.head_dim, "dtype": dtype_name(model.dtype),
         "mode": way.map_or("dense", |way| way.scoring.name()),
-        "first": way.map(|way| way.first), "last": way.map(|way| way.last),
+        "center": way.map(|way| way.center), "first": way.map(|way| way.first), "last": way.map(|way| way.last),
         "perplexity": outcome.perplexity(), "late_perplexity": late,
         "mass_share": outcome.share(), "tokens_per_s": outcome.tokens_per_second(),
     });

@@ -166,13 +166,14 @@ mod tests {
         let dense = read(&model, &windows, READING, None)?;
         assert_eq!((dense.predicted, dense.late, dense.tokens), (78, 46, 80));
         assert_eq!(dense.share(), None);
-        for scoring in [Scoring::Group, Scoring::Shared] {
+        for scoring in [Scoring::Head, Scoring::Group, Scoring::Shared] {
             for (k, last, chunk) in [(40, 0, 40), (64, 8, 7), (40, 0, 1)] {
                 let sparse = Sparse {
                     k,
                     scoring,
                     first: 0,
                     last,
+                    center: chunk == 7,
                     budget: 1 << 20,
                 };
                 let reading = Reading { chunk, ..READING };
@@ -186,6 +187,7 @@ mod tests {
                 scoring,
                 first: 0,
                 last: 1,
+                center: true,
                 budget: 1 << 20,
             };
             let few = read(&model, &windows, READING, Some(few))?;
