@@ -13,7 +13,7 @@ use candle_core::{bail, DType, Device, Result, Tensor};
 pub struct Workspace {
     device: Device,
     pub(super) selection: selection::Workspace,
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    #[allow(dead_code)] // Of the CUDA kernels.
     pub(super) partials: Buffer<f32>,
 }
 

@@ -70,9 +70,7 @@ impl DsaCache {
         if let Some(cached) = &mut self.index_keys {
             let dims = cached.keys.dims().to_vec();
             let device = cached.keys.device().clone();
-            // Candle makes no fp8 zeros on a GPU.
-            let zeros = Tensor::zeros(dims.as_slice(), DType::F32, &device)?;
-            cached.keys = zeros.to_dtype(DType::F8E4M3)?;
+            cached.keys = Tensor::zeros(dims.as_slice(), DType::F8E4M3, &device)?;
             cached.scales = Some(Tensor::zeros(&dims[..2], DType::F32, &device)?);
         }
         self.lengths.fill(0);
