@@ -79,13 +79,13 @@ fn index_topk_of_caches() -> Result<()> {
 
 #[test]
 fn attention_in_f32() -> Result<()> {
-    cases::attention_forms(DType::F32, CPU)
+    cases::attention_forms(DType::F32, &[0, 1, 2, 3, 4, 5, 6, 7], CPU)
 }
 
 #[test]
 fn attention_in_half_precision() -> Result<()> {
-    cases::attention_forms(DType::BF16, CPU)?;
-    cases::attention_forms(DType::F16, CPU)
+    cases::attention_forms(DType::BF16, &[0, 3, 4, 7], CPU)?;
+    cases::attention_forms(DType::F16, &[7], CPU)
 }
 
 #[test]

@@ -1280,8 +1280,8 @@ pub fn close(got: &[f64], wanted: &[f64], abs: f64, rel: f64, what: &str) -> Res
     Ok(())
 }
 
-/// Every form, with everything beside positions.
-pub fn attention_forms(dtype: DType, device: &Device) -> Result<()> {
+/// Every form, with what bits of `extras` say beside positions: 1 counts, 2 bounds, 4 a sink.
+pub fn attention_forms(dtype: DType, extras: &[u32], device: &Device) -> Result<()> {
     let mut seed = 1000;
     for (key_dim, value_dim, heads, kv_heads) in [
         (576, None, 16, 1),
@@ -1299,7 +1299,7 @@ pub fn attention_forms(dtype: DType, device: &Device) -> Result<()> {
             (64, 3, 300),
             (128, 4, 500),
         ] {
-            for extras in 0..8 {
+            for &extras in extras {
                 seed += 1;
                 let form = Form {
                     rows: 1 + seed as usize % 5,
