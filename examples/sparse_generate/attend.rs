@@ -46,6 +46,8 @@ pub struct Sparse {
     /// head alike, which softmax doesn't see, but ReLU does: where a head's products are negative
     /// but for a few, it would leave nothing to tell the rest apart.
     pub center: bool,
+    /// The first so many layers stay dense: their attention is flat.
+    pub dense_layers: usize,
     /// Bytes for scores.
     pub budget: usize,
 }
@@ -301,6 +303,7 @@ mod tests {
 
     fn step<'a>(q: &'a Tensor, k: &'a Tensor, v: &'a Tensor) -> Step<'a> {
         Step {
+            layer: 0,
             q,
             k,
             v,
@@ -325,6 +328,7 @@ mod tests {
             first,
             last,
             center: k % 2 == 0,
+            dense_layers: 0,
             budget: 5000,
         }
     }

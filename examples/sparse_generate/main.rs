@@ -89,6 +89,10 @@ struct Args {
     #[arg(long, value_delimiter = ',', default_values_t = [0, 32])]
     last: Vec<usize>,
 
+    /// First layers that stay dense
+    #[arg(long, default_value_t = 0)]
+    dense_layers: usize,
+
     /// Measure the share of the attention's mass too, by a dense pass beside the sparse one
     #[arg(long)]
     share: bool,
@@ -223,6 +227,7 @@ impl Args {
                             first,
                             last,
                             center,
+                            dense_layers: self.dense_layers,
                             budget: self.budget,
                         });
                     }
@@ -348,7 +353,8 @@ fn print_line(
         "mode": way.map_or("dense", |way| way.scoring.name()),
         "center": way.map(|way| way.center), "first": way.map(|way| way.first), "last": way.map(|way| way.last),
         "perplexity": outcome.perplexity(), "late_perplexity": late,
-        "mass_share": outcome.share(), "tokens_per_s": outcome.tokens_per_second(),
+        "dense_layers": way.map(|way| way.dense_layers), "mass_share": outcome.share(),
+        "mass_share_layers": outcome.layer_shares(), "tokens_per_s": outcome.tokens_per_second(),
     });
     args.keep(line, &model.device)
 }
@@ -375,6 +381,7 @@ fn continue_text(
     for way in [None, way] {
         let mut attend = |step: &model::Step| match way {
             None => attend::dense(step),
+            Some(way) if step.layer < way.dense_layers => attend::dense(step),
             Some(way) => Ok(way.run(step)?.0),
         };
         let mut cache = model.cache(capacity)?;

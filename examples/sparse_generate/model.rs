@@ -63,6 +63,7 @@ pub struct Cache {
 
 /// What a layer's attention is given: n new tokens at the end of T.
 pub struct Step<'a> {
+    pub layer: usize,
     /// `[n, heads, head_dim]`, rotated.
     pub q: &'a Tensor,
     /// `[T, kv_heads, head_dim]`, rotated.
@@ -131,6 +132,7 @@ impl Llama {
             cache.keys[i].slice_set(&k.contiguous()?, 0, first)?;
             cache.values[i].slice_set(&v.contiguous()?, 0, first)?;
             let step = Step {
+                layer: i,
                 q: &q,
                 k: &cache.keys[i].narrow(0, 0, first + n)?,
                 v: &cache.values[i].narrow(0, 0, first + n)?,

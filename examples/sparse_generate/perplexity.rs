@@ -9,7 +9,7 @@ use crate::attend::{self, Sparse};
 use crate::model::Llama;
 
 /// What a run over windows of a text came to.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Outcome {
     /// Sum of -ln p, and how many tokens.
     loss: f64,
@@ -17,9 +17,9 @@ pub struct Outcome {
     /// The same of the tokens at positions from K on, where dense and sparse differ.
     late_loss: f64,
     late: usize,
-    /// Sum of shares over layers and chunks, weighted by tokens.
-    share: f64,
-    shares: f64,
+    /// Of each layer the sum of shares over chunks, weighted by tokens; empty where they are not
+    /// measured.
+    shares: Vec<f64>,
     pub seconds: f64,
     pub tokens: usize,
 }
@@ -36,7 +36,14 @@ impl Outcome {
 
     /// The mean share of the attention's mass on the chosen positions, where it was measured.
     pub fn share(&self) -> Option<f64> {
-        (self.shares > 0.0).then(|| self.share / self.shares)
+        let shares = self.layer_shares();
+        (!shares.is_empty()).then(|| shares.iter().sum::<f64>() / shares.len() as f64)
+    }
+
+    /// The same of each layer; a dense one has 1.
+    pub fn layer_shares(&self) -> Vec<f64> {
+        let mean = |sum: &f64| sum / self.tokens as f64;
+        self.shares.iter().map(mean).collect()
     }
 
     pub fn tokens_per_second(&self) -> f64 {
@@ -81,21 +88,25 @@ pub fn read_from(
         ensure!(window.len() > 1, "a window needs 2 tokens or more");
         let mut cache = model.cache(window.len())?;
         for (i, tokens) in window.chunks(reading.chunk).enumerate() {
-            let mut shares = Vec::new();
             let hidden = model.forward(tokens, &mut cache, &mut |step| {
-                let Some(sparse) = sparse else {
-                    return attend::dense(step);
+                let sparse = sparse.filter(|sparse| step.layer >= sparse.dense_layers);
+                let mut share = 1.0;
+                let out = match sparse {
+                    None => attend::dense(step)?,
+                    Some(sparse) => {
+                        let (out, lse) = sparse.run(step)?;
+                        if reading.share {
+                            share = attend::share(&lse, &attend::dense_lse(step)?)?;
+                        }
+                        out
+                    }
                 };
-                let (out, lse) = sparse.run(step)?;
                 if reading.share {
-                    shares.push(attend::share(&lse, &attend::dense_lse(step)?)?);
+                    outcome.shares.resize(model.sizes.layers, 0.0);
+                    outcome.shares[step.layer] += share * tokens.len() as f64;
                 }
                 Ok(out)
             })?;
-            for share in shares {
-                outcome.share += share * tokens.len() as f64;
-                outcome.shares += tokens.len() as f64;
-            }
             // Each token but the window's last predicts the next.
             let first = i * reading.chunk;
             let next = &window[first + 1..(first + tokens.len() + 1).min(window.len())];
@@ -120,7 +131,7 @@ pub fn read_from(
     let with_late = |(late_loss, late)| Outcome {
         late_loss,
         late,
-        ..outcome
+        ..outcome.clone()
     };
     Ok(late.into_iter().map(with_late).collect())
 }
@@ -165,7 +176,7 @@ mod tests {
         let windows: Vec<&[u32]> = text.chunks(40).collect();
         let dense = read(&model, &windows, READING, None)?;
         assert_eq!((dense.predicted, dense.late, dense.tokens), (78, 46, 80));
-        assert_eq!(dense.share(), None);
+        assert_eq!(dense.share(), Some(1.0));
         for scoring in [Scoring::Head, Scoring::Group, Scoring::Shared] {
             for (k, last, chunk) in [(40, 0, 40), (64, 8, 7), (40, 0, 1)] {
                 let sparse = Sparse {
@@ -174,6 +185,7 @@ mod tests {
                     first: 0,
                     last,
                     center: chunk == 7,
+                    dense_layers: 0,
                     budget: 1 << 20,
                 };
                 let reading = Reading { chunk, ..READING };
@@ -182,17 +194,25 @@ mod tests {
                 assert!((ratio - 1.0).abs() < 1e-4, "{scoring:?} {k}: {ratio}");
                 assert!((all.share().unwrap() - 1.0).abs() < 1e-4);
             }
-            let few = Sparse {
+            let sparse = Sparse {
                 k: 4,
                 scoring,
                 first: 0,
                 last: 1,
                 center: true,
+                dense_layers: 0,
                 budget: 1 << 20,
             };
-            let few = read(&model, &windows, READING, Some(few))?;
+            let few = read(&model, &windows, READING, Some(sparse))?;
             assert!(few.share().unwrap() < 0.9);
             assert_ne!(few.late_perplexity(), dense.late_perplexity());
+            let half = Sparse {
+                dense_layers: 1,
+                ..sparse
+            };
+            let half = read(&model, &windows, READING, Some(half))?;
+            let shares = half.layer_shares();
+            assert!(shares[0] == 1.0 && shares[1] < 0.9, "{shares:?}");
         }
         Ok(())
     }
