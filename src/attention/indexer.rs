@@ -70,6 +70,7 @@ impl IndexKeys {
 }
 
 /// The operands of the scores, checked.
+#[derive(Clone)]
 pub(crate) struct Checked {
     pub q: Tensor,
     pub weights: Tensor,
@@ -184,6 +185,9 @@ impl Checked {
 
     /// Rows `[first, first + rows)` alone.
     pub fn narrow(&self, first: usize, rows: usize) -> Result<Self> {
+        if rows == self.rows {
+            return Ok(self.clone());
+        }
         let narrow = |tensor: &Option<Tensor>| {
             tensor
                 .as_ref()
