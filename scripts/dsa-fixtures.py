@@ -15,7 +15,7 @@ For each model a NAME.json with its configuration and a NAME.safetensors with
 
 where RUN is "below", "at" and "whole" (prompts of fewer tokens than index_topk, as many, and many more),
 "chunk" (the rest of "whole" after a first chunk), "decode" (token by token after a prompt) and "shared" (layer 1,
-which takes the positions of layer 0; GLM-5 alone). Models are small, but the latent has the 512 and 64 numbers of
+which takes the positions of layer 0; GLM-5 alone); and rope.cos, rope.sin, f32, at rope.positions. Models are small, but the latent has the 512 and 64 numbers of
 the real ones, and the indexer's heads have 128.
 """
 
@@ -188,6 +188,11 @@ def write(name, folder):
         if scores is not None:
             tensors[f"{run}.scores"] = scores
         tensors[f"{run}.bf16"] = half
+
+    far = torch.tensor([0, 1, 100, 4095, 10239])
+    cos, sin = rotary(torch.zeros(1), position_ids=far[None])
+    half = config.qk_rope_head_dim // 2
+    tensors.update({"rope.positions": far, "rope.cos": cos[0, :, :half], "rope.sin": sin[0, :, :half]})
 
     x = hidden()
     tensors["x"] = x.to(torch.bfloat16)

@@ -99,3 +99,45 @@ pub(super) fn joined(parts: &[Tensor]) -> Result<Tensor> {
         .collect::<Result<_>>()?;
     Tensor::cat(&dense, D::Minus1)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What transformers computes for the fixtures' configurations, near and far.
+    fn against_transformers(json: &str, data: &[u8]) -> Result<()> {
+        let config = DsaConfig::from_json(json)?;
+        let tensors = candle_core::safetensors::load_buffer(data, &Device::Cpu)?;
+        let positions = &tensors["rope.positions"];
+        let rope = Rope::new(&config, 10240, &Device::Cpu)?;
+        assert_eq!(rope.positions(), 10240);
+        let rotation = rope.at(&positions.to_dtype(DType::U32)?)?;
+        let (frequencies, _) = config.frequencies();
+        for (ours, name) in [(rotation.cos, "rope.cos"), (rotation.sin, "rope.sin")] {
+            let ours = ours.squeeze(1)?.to_vec2::<f32>()?;
+            let theirs = tensors[name].to_vec2::<f32>()?;
+            let positions = positions.to_vec1::<i64>()?;
+            for ((ours, theirs), &position) in ours.iter().zip(&theirs).zip(&positions) {
+                for ((a, b), frequency) in ours.iter().zip(theirs).zip(&frequencies) {
+                    // A frequency that differs in its last bits is off by as much of the angle.
+                    let angle = position as f32 * frequency;
+                    let bound = 1e-6 + angle * 2.0 * f32::EPSILON;
+                    assert!((a - b).abs() <= bound, "{name} at {position}: {a}, {b}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn tables_are_those_of_transformers() -> Result<()> {
+        against_transformers(
+            include_str!("../../../tests/fixtures/deepseek_v32.json"),
+            include_bytes!("../../../tests/fixtures/deepseek_v32.safetensors"),
+        )?;
+        against_transformers(
+            include_str!("../../../tests/fixtures/glm_moe_dsa.json"),
+            include_bytes!("../../../tests/fixtures/glm_moe_dsa.safetensors"),
+        )
+    }
+}
