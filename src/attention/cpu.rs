@@ -207,7 +207,7 @@ impl<'a> Attended<'a> {
         };
         let strides = self.strides;
         let first = self.first + row * strides[0] + list * strides[1];
-        let mut keys = Vec::with_capacity(width * self.block);
+        let mut keys = Vec::with_capacity((width * self.block).min(visible.len()));
         for entry in 0..width {
             let position = self.positions[first + entry * strides[2]];
             if position == u32::MAX {

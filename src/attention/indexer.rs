@@ -2,7 +2,9 @@
 
 use super::buffers::{IndexBuffers, Workspace};
 use super::keys::{Bounded, Form, Located, Placement, Places, Visible};
-use super::parts::{check_dense, check_device, check_f32, shown, write_to, Backend, Held, Part};
+use super::parts::{
+    check_dense, check_device, check_f32, check_size, shown, write_to, Backend, Held, Part,
+};
 use super::{cpu, cuda, no_metal};
 use crate::selection::{Bounds, Selection, TopK};
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor};
@@ -328,6 +330,7 @@ pub fn indexer_scores(
 /// The scores of checked operands, `[S, T]`.
 pub(crate) fn scores(checked: &Checked) -> Result<Tensor> {
     let shape = (checked.rows, checked.places.length);
+    check_size(OP, "the scores", &[shape.0, shape.1])?;
     let held = checked.hold();
     let storage = match held.q.storage() {
         Storage::Cpu(_) => {
@@ -433,6 +436,7 @@ pub fn index_topk(
 ) -> Result<Selection> {
     let checked = Checked::new(TOPK, q, keys, weights, visible)?;
     let (rows, width) = (checked.rows, checked.places.length);
+    check_size(TOPK, "the positions", &[rows, top.k()])?;
     let device = checked.q.device();
     if rows == 0 || width == 0 {
         return Ok(Selection {

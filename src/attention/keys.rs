@@ -1,8 +1,8 @@
 //! Where keys lie, and which of them a row of queries sees.
 
 use super::parts::{
-    check_dense, check_device, check_ints, shown, write_to, write_to_both, Backend, Held, Ints,
-    Output, Part,
+    check_dense, check_device, check_ints, check_size, shown, write_to, write_to_both, Backend,
+    Held, Ints, Output, Part,
 };
 use super::{cuda, no_metal};
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor};
@@ -95,7 +95,7 @@ impl Placement {
                 }
                 Places {
                     sequences,
-                    length: blocks * page,
+                    length: blocks.saturating_mul(page),
                     page,
                     packed: false,
                     pages,
@@ -341,6 +341,7 @@ impl Visible {
 
     /// What bounds of `rows` rows are computed from, checked.
     fn request(&self, rows: usize, device: &Device) -> Result<Request<'_>> {
+        check_size(BOUNDS, "the bounds", &[rows])?;
         match &self.0 {
             Rule::All | Rule::Between { .. } => {
                 bail!(

@@ -199,6 +199,17 @@ pub(crate) fn check_dense(op: &str, name: &str, layout: &Layout) -> Result<()> {
     }
 }
 
+/// Refuses results that no device could hold: views of a single element can be of any size, and
+/// sizes in bytes would wrap on the way to the device.
+pub(crate) fn check_size(op: &str, what: &str, dims: &[usize]) -> Result<()> {
+    const MOST: usize = 1 << 36;
+    let elements = dims.iter().try_fold(1usize, |n, &dim| n.checked_mul(dim));
+    if elements.is_none_or(|n| n > MOST) {
+        bail!("{op}: {what} would have shape {dims:?}, at most 2^36 elements are supported")
+    }
+    Ok(())
+}
+
 /// Refuses integers of another dtype or shape.
 pub(crate) fn check_ints(op: &str, name: &str, tensor: &Tensor, dims: &[usize]) -> Result<()> {
     if !matches!(tensor.dtype(), DType::I32 | DType::I64 | DType::U32) || tensor.dims() != dims {

@@ -3,8 +3,8 @@
 use super::buffers::Workspace;
 use super::keys::{Bounded, Form, Located, Placement, Places, Visible};
 use super::parts::{
-    check_dense, check_device, check_f32, check_ints, rounded, shown, write_to_both, Backend, Held,
-    Part,
+    check_dense, check_device, check_f32, check_ints, check_size, rounded, shown, write_to_both,
+    Backend, Held, Part,
 };
 use super::{cpu, cuda, no_metal};
 use crate::buffer::Buffer;
@@ -487,6 +487,7 @@ fn check_dims(q: Shaped, keys: Shaped, values: ValueShape, form: &Form) -> Resul
     };
     check_dense(OP, "q", q.1)?;
     check_dense(OP, "the keys", keys.1)?;
+    check_size(OP, "the output", &[rows, heads, value_dim])?;
     Ok(Dims {
         rows,
         heads,
@@ -569,6 +570,7 @@ fn check_lists(tensor: &Tensor, dims: &mut Dims) -> Result<Tensor> {
                 && rows == dims.rows
                 && (lists == 1 || lists == dims.kv_heads) =>
         {
+            check_size(OP, "positions", positions.dims())?;
             dims.lists = lists;
             dims.width = width;
             Ok(positions)

@@ -1,4 +1,10 @@
 //! Cases of the attention ops, for any device, and an oracle in f64.
+//!
+//! What users of such kernels have reported is among them: NaN beyond a row's end or in the rest of
+//! its last page, stale or negative lengths of padding rows, tables that name no page, rows of
+//! exactly K keys or fewer, first tiles that are all invalid, unsorted positions, scores of one
+//! chunk taken for those of a sequence, strides and offsets beyond 32 bits, more rows than a grid's
+//! second dimension, head dimensions below the swizzle's width.
 
 use super::{normal, rng};
 use candle_core::{bail, DType, Device, Result, Tensor};
@@ -227,23 +233,39 @@ pub fn scores_against_double(dtype: DType, heads: &[usize], device: &Device) -> 
     Ok(())
 }
 
-/// Twenty runs give the same bits, and so do other forms of the cache and other batches.
+/// Twenty runs give the same bits, for every dimension, and so does a row alone.
 pub fn scores_repeat(dtype: DType, device: &Device) -> Result<()> {
+    for dim in [32, 64, 128] {
+        scores_repeat_of(dim, dtype, device)?;
+    }
+    Ok(())
+}
+
+fn scores_repeat_of(dim: usize, dtype: DType, device: &Device) -> Result<()> {
     let case = ScoreCase {
         rows: 12,
         length: 150,
         heads: 8,
-        dim: 64,
+        dim,
         dtype,
         scaled: true,
     };
     let random = case.random(7, device)?;
     let first = bits(&random.scores(0, device)?)?;
+    let visible = random.visible(0, device)?;
+    let top = TopK::new(16)?.order(Order::ByPosition);
+    let choose = || -> Result<Vec<u32>> {
+        let (q, weights) = (&random.q, &random.weights);
+        let chosen = index_topk(q, &random.keys(), weights, &visible, &top, 5000)?;
+        chosen.positions.flatten_all()?.to_vec1::<u32>()
+    };
+    let chosen = choose()?;
     for _ in 0..20 {
         assert_eq!(bits(&random.scores(0, device)?)?, first);
+        assert_eq!(choose()?, chosen);
     }
     // A row alone.
-    let visible = random.visible(0, device)?.bounds(case.rows, device)?;
+    let visible = visible.bounds(case.rows, device)?;
     for row in [0, 5, 11] {
         let narrow = |t: &Tensor| t.narrow(0, row, 1);
         let (starts, ends) = (
@@ -707,6 +729,27 @@ pub fn score_refusals(device: &Device) -> Result<()> {
     refused(
         run(&q, &IndexKeys::packed(&transposed), &w, &all),
         &["last dimension of the keys has stride 9", "contiguous()"],
+    );
+    // Views of any size over a single row.
+    let (many, far) = (1usize << 40, 1usize << 31);
+    let huge_q = zeros(&[1, 2, 32], DType::F32)?.broadcast_as((many, 2, 32))?;
+    let huge_w = zeros(&[1, 2], DType::F32)?.broadcast_as((many, 2))?;
+    let huge_k = IndexKeys::packed(&zeros(&[1, 32], DType::F32)?.broadcast_as((far, 32))?);
+    refused(
+        run(&huge_q, &packed, &huge_w, &all),
+        &["scores would have shape", "2^36"],
+    );
+    refused(run(&huge_q, &huge_k, &huge_w, &all), &["2^36"]);
+    let top = TopK::new(8)?;
+    refused(
+        index_topk(&huge_q, &packed, &huge_w, &all, &top, 1 << 20),
+        &["positions would have shape", "2^36"],
+    );
+    let pages = zeros(&[1, 1, 32], DType::F32)?.broadcast_as((5, 1 << 30, 32))?;
+    let table = Tensor::zeros((1, 1), DType::U32, device)?.broadcast_as((2, 1 << 40))?;
+    refused(
+        run(&q, &IndexKeys::paged(&pages, &table), &w, &all),
+        &["at most 2^32 - 2"],
     );
     let into = |out: &Tensor| indexer_scores_into(&q, &packed, &w, &all, out);
     refused(
@@ -1703,6 +1746,12 @@ pub fn attention_refusals(device: &Device) -> Result<()> {
         &["sparse_attention", "ends is U32 [3]"],
     );
     let (out, lse) = (zeros(&[4, 6, 64], DType::F32)?, zeros(&[4, 6], DType::F32)?);
+    let huge_q = zeros(&[1, 6, 64], DType::F32)?.broadcast_as((1 << 40, 6, 64))?;
+    let huge_positions = zeros(&[1, 3], DType::U32)?.broadcast_as((1 << 40, 3))?;
+    refused(
+        op.forward(&huge_q, &both, &huge_positions),
+        &["output would have shape", "2^36"],
+    );
     let mut workspace = Workspace::new(device)?;
     refused(
         op.forward_into(&q, &both, &positions, [&lse, &lse], &mut workspace),
