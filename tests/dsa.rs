@@ -55,6 +55,14 @@ fn ragged_batches() -> Result<()> {
 }
 
 #[test]
+fn packed_batches() -> Result<()> {
+    for name in MODELS {
+        cases::packed_batches(name, CPU)?;
+    }
+    Ok(())
+}
+
+#[test]
 fn fp8_weights() -> Result<()> {
     cases::fp8_weights(CPU)
 }

@@ -418,6 +418,80 @@ pub fn ragged_batches(name: &str, device: &Device) -> Result<()> {
     Ok(())
 }
 
+/// Prompts, chunks and decoding in one packed batch are as each sequence alone.
+pub fn packed_batches(name: &str, device: &Device) -> Result<()> {
+    let fixture = Fixture::load(name, DType::F32, device)?;
+    let layer = fixture.layer(0)?;
+    let x = fixture.hidden("x")?;
+    let token = |sequence: usize, at: usize, n: usize| {
+        x.narrow(0, sequence % 2, 1)?.narrow(1, at, n)?.squeeze(0)
+    };
+    for fp8 in [false, true] {
+        let cache = |sequences| -> Result<DsaCache> {
+            let cache = fixture.cache(0, sequences, TOKENS)?;
+            if fp8 {
+                cache.with_fp8_index_keys()
+            } else {
+                Ok(cache)
+            }
+        };
+        let mut packed = cache(5)?;
+        let mut lengths = [0usize; 4];
+        // Sequences 1 to 4 of the cache.
+        for tokens in [
+            [30, 0, 7, 1],
+            [1, 50, 1, 16],
+            [3, 2, 0, 20],
+            [2, 2, 2, 2],
+            [0; 4],
+        ] {
+            let parts: Vec<Tensor> = (0..4)
+                .map(|i| token(i, lengths[i], tokens[i]))
+                .collect::<Result<_>>()?;
+            let together =
+                layer.forward_packed(&Tensor::cat(&parts, 0)?, &tokens, &mut packed, 1, None)?;
+            let mut from = 0;
+            for (i, (length, n)) in lengths.iter_mut().zip(tokens).enumerate() {
+                *length += n;
+                if n == 0 {
+                    continue;
+                }
+                let mut alone = cache(1)?;
+                let whole = token(i, 0, *length)?.unsqueeze(0)?;
+                let output = layer.forward(&whole, &mut alone, 0, None)?;
+                close(
+                    &together.hidden.narrow(0, from, n)?,
+                    &output.hidden.squeeze(0)?.narrow(0, *length - n, n)?,
+                    &format!("{name}, sequence {i} of {length} tokens"),
+                )?;
+                from += n;
+            }
+            assert_eq!(packed.lengths()[1..], lengths);
+        }
+        assert_eq!(packed.lengths()[0], 0);
+    }
+    let mut cache = fixture.cache(0, 2, TOKENS)?;
+    let mut run =
+        |tokens: &[usize]| layer.forward_packed(&token(0, 0, 6)?, tokens, &mut cache, 0, None);
+    refused(run(&[3, 2]), &["of 6 tokens", "[3, 2]"]);
+    refused(run(&[usize::MAX, 7]), &["of 6 tokens"]);
+    refused(run(&[3, 2, 1]), &["3 sequences from 0 on", "holds 2"]);
+    refused(
+        layer.forward_packed(&x, &[144], &mut cache, 0, None),
+        &["[2, 72, 64]", "F32 [S, 64]"],
+    );
+    let mut half = DsaCache::new(&fixture.config, 0, 2, 20, DType::BF16, device)?;
+    refused(
+        layer.forward(&x.narrow(1, 0, 4)?, &mut half, 0, None),
+        &["cache is BF16 with 576", "F32 with 576"],
+    );
+    refused(
+        layer.forward(&x.narrow(1, 0, 4)?, &mut cache, usize::MAX, None),
+        &["holds 2"],
+    );
+    Ok(())
+}
+
 /// Fp8 weights with a scale for each block, as the checkpoints hold them.
 pub fn fp8_weights(device: &Device) -> Result<()> {
     let mut fixture = Fixture::load("deepseek_v32", DType::F32, device)?;
@@ -505,7 +579,7 @@ pub fn layer_refusals(device: &Device) -> Result<()> {
     refused(run(&x, 0, None), &["comes to 72 tokens", "room for 20"]);
     refused(
         run(&x.narrow(1, 0, 4)?, 1, None),
-        &["sequences 1 to 2", "holds 2"],
+        &["2 sequences from 1 on", "holds 2"],
     );
     refused(
         run(&x.narrow(2, 0, 32)?, 0, None),

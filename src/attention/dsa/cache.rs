@@ -113,23 +113,19 @@ impl DsaCache {
         Ok(())
     }
 
-    /// Lengths of `sequences` sequences from `first` on with `tokens` more each; checked, not yet
-    /// in force.
-    pub(super) fn grown(
-        &self,
-        op: &str,
-        first: usize,
-        sequences: usize,
-        tokens: usize,
-    ) -> Result<Vec<usize>> {
-        let Some(lengths) = self.lengths.get(first..first + sequences) else {
+    /// Lengths of the sequences from `first` on with so many tokens more each; checked, not yet in
+    /// force.
+    pub(super) fn grown(&self, op: &str, first: usize, tokens: &[usize]) -> Result<Vec<usize>> {
+        let lengths = self.lengths.get(first..);
+        let Some(lengths) = lengths.and_then(|lengths| lengths.get(..tokens.len())) else {
             bail!(
-                "{op}: the hidden states are of sequences {first} to {}, the cache holds {}",
-                (first + sequences).saturating_sub(1),
+                "{op}: the hidden states are of {} sequences from {first} on, the cache holds {}",
+                tokens.len(),
                 self.lengths.len()
             )
         };
-        let grown: Vec<usize> = lengths.iter().map(|length| length + tokens).collect();
+        let grown = lengths.iter().zip(tokens);
+        let grown: Vec<usize> = grown.map(|(length, more)| length + more).collect();
         if let Some(length) = grown.iter().find(|&&length| length > self.capacity()) {
             bail!(
                 "{op}: a sequence comes to {length} tokens, the cache has room for {}",
@@ -139,20 +135,20 @@ impl DsaCache {
         Ok(grown)
     }
 
-    /// Writes `[b, n, ..]` behind the tokens of the sequences from `first` on, whose new lengths
-    /// are `grown`.
+    /// Writes rows `[R, ..]`, so many for each sequence from `first` on, behind the tokens of each;
+    /// the new lengths are `grown`.
     pub(super) fn write(
         &self,
-        first: usize,
-        grown: &[usize],
+        (first, tokens, grown): (usize, &[usize], &[usize]),
         latent: &Tensor,
         index_keys: Option<&CachedKeys>,
     ) -> Result<()> {
-        append(&self.latent, first, grown, latent)?;
+        let append = |cache: &Tensor, new: &Tensor| append(cache, first, tokens, grown, new);
+        append(&self.latent, latent)?;
         if let (Some(cache), Some(new)) = (&self.index_keys, index_keys) {
-            append(&cache.keys, first, grown, &new.keys)?;
+            append(&cache.keys, &new.keys)?;
             if let (Some(cache), Some(new)) = (&cache.scales, &new.scales) {
-                append(cache, first, grown, new)?;
+                append(cache, new)?;
             }
         }
         Ok(())
@@ -164,21 +160,29 @@ impl DsaCache {
     }
 }
 
-fn append(cache: &Tensor, first: usize, grown: &[usize], new: &Tensor) -> Result<()> {
+fn append(
+    cache: &Tensor,
+    first: usize,
+    tokens: &[usize],
+    grown: &[usize],
+    new: &Tensor,
+) -> Result<()> {
     let new = new.contiguous()?;
-    let tokens = new.dims()[1];
-    let whole = cache.narrow(0, first, grown.len())?;
-    if grown.windows(2).all(|pair| pair[0] == pair[1]) {
-        match grown.first() {
-            Some(&length) => whole.slice_set(&new, 1, length - tokens),
-            None => Ok(()),
-        }
-    } else {
-        for (i, &length) in grown.iter().enumerate() {
-            whole
-                .narrow(0, i, 1)?
-                .slice_set(&new.narrow(0, i, 1)?, 1, length - tokens)?;
-        }
-        Ok(())
+    let rest = &new.dims()[1..];
+    let equal = |sizes: &[usize]| sizes.windows(2).all(|pair| pair[0] == pair[1]);
+    if equal(tokens) && equal(grown) {
+        let dims = [&[tokens.len(), tokens[0]], rest].concat();
+        let whole = cache.narrow(0, first, tokens.len())?;
+        return whole.slice_set(&new.reshape(dims)?, 1, grown[0] - tokens[0]);
     }
+    let mut from = 0;
+    for (i, (&count, &length)) in tokens.iter().zip(grown).enumerate() {
+        if count > 0 {
+            let part = new.narrow(0, from, count)?.unsqueeze(0)?;
+            let own = cache.narrow(0, first + i, 1)?;
+            own.slice_set(&part, 1, length - count)?;
+            from += count;
+        }
+    }
+    Ok(())
 }

@@ -122,17 +122,10 @@ impl Indexer {
         })
     }
 
-    /// Keys `[b, n, D]` of hidden states `[b n, hidden]`, in fp8 where the cache is.
-    fn keys(
-        &self,
-        x: &Tensor,
-        rotation: &Rotation,
-        tokens: usize,
-        fp8: bool,
-    ) -> Result<CachedKeys> {
+    /// Keys `[R, D]` of hidden states `[R, hidden]`, in fp8 where the cache is.
+    fn keys(&self, x: &Tensor, rotation: &Rotation, fp8: bool) -> Result<CachedKeys> {
         let keys = self.k_norm.forward(&self.k.forward(x)?)?.unsqueeze(1)?;
-        let keys = rotation.apply(&keys, 0, self.layout)?;
-        let keys = keys.reshape((keys.dims()[0] / tokens, tokens, self.dim))?;
+        let keys = rotation.apply(&keys, 0, self.layout)?.squeeze(1)?;
         Ok(if fp8 {
             let (keys, scales) = self.fp8.quantize(&keys)?;
             let scales = Some(scales);
@@ -246,9 +239,55 @@ impl DsaAttention {
         first: usize,
         positions: Option<&Tensor>,
     ) -> Result<DsaOutput> {
-        let (sequences, tokens) = check_hidden(OP, x, &self.q_a.weight, self.hidden)?;
-        let rows = sequences * tokens;
-        let grown = cache.grown(OP, first, sequences, tokens)?;
+        let [sequences, tokens] = check_hidden(OP, x, &self.q_a.weight, "[B, n, ", self.hidden)?;
+        let output = self.run(
+            &x.reshape((sequences * tokens, self.hidden))?,
+            &vec![tokens; sequences],
+            cache,
+            first,
+            positions,
+        )?;
+        Ok(DsaOutput {
+            hidden: output.hidden.reshape(x.dims())?,
+            positions: output.positions,
+        })
+    }
+
+    /// [`forward`](Self::forward) with new tokens of any number for each sequence, one sequence
+    /// behind the other: `x` is `[S, hidden_size]`, the first `tokens[0]` of sequence `first`, and so
+    /// on. Prompts, chunks of prompts and decoding go together in one batch. A sequence may have
+    /// none. The output is `[S, hidden_size]`.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), and for tokens whose sum is not S.
+    pub fn forward_packed(
+        &self,
+        x: &Tensor,
+        tokens: &[usize],
+        cache: &mut DsaCache,
+        first: usize,
+        positions: Option<&Tensor>,
+    ) -> Result<DsaOutput> {
+        let [rows] = check_hidden(OP, x, &self.q_a.weight, "[S, ", self.hidden)?;
+        let sum = tokens.iter().try_fold(0usize, |sum, &n| sum.checked_add(n));
+        if sum != Some(rows) {
+            bail!("{OP}: the hidden states are of {rows} tokens, those of the sequences are {tokens:?}")
+        }
+        self.run(x, tokens, cache, first, positions)
+    }
+
+    /// Both forms: rows of hidden states, so many of each sequence.
+    fn run(
+        &self,
+        x: &Tensor,
+        tokens: &[usize],
+        cache: &mut DsaCache,
+        first: usize,
+        positions: Option<&Tensor>,
+    ) -> Result<DsaOutput> {
+        let rows = x.dims()[0];
+        let sequences = tokens.len();
+        let grown = cache.grown(OP, first, tokens)?;
         let longest = grown.iter().copied().max().unwrap_or(0);
         if longest > self.rope.positions() {
             bail!(
@@ -256,9 +295,7 @@ impl DsaAttention {
                 self.rope.positions()
             )
         }
-        if self.indexer.is_some() != cache.index_keys.is_some() {
-            bail!("{OP}: the cache is of another layer, whose indexer type differs")
-        }
+        self.check_cache(x, cache)?;
         if let Some(positions) = positions {
             if positions.dims() != [rows, self.topk] || positions.dtype() != DType::U32 {
                 bail!(
@@ -280,41 +317,53 @@ impl DsaAttention {
         }
 
         let device = x.device();
-        let at = |length: &usize| (*length - tokens) as u32..*length as u32;
-        let places: Vec<u32> = grown.iter().flat_map(at).collect();
+        let new = tokens.iter().zip(&grown);
+        let at = |(count, length): (&usize, &usize)| (length - count) as u32..*length as u32;
+        let places: Vec<u32> = new.flat_map(at).collect();
         let ends: Vec<u32> = places.iter().map(|place| place + 1).collect();
         let rotation = self.rope.at(&Tensor::from_vec(places, rows, device)?)?;
         let ends = Tensor::from_vec(ends, rows, device)?;
         let visible = Visible::between(None, Some(&ends));
+        // Where all have as many, the ops tell by themselves whose a row is.
+        let map = match tokens.iter().any(|&count| count != tokens[0]) {
+            true => {
+                let of = |(i, &count): (usize, &usize)| std::iter::repeat_n(i as u32, count);
+                let map: Vec<u32> = tokens.iter().enumerate().flat_map(of).collect();
+                Some(Tensor::from_vec(map, rows, device)?)
+            }
+            false => None,
+        };
 
-        let x = x.reshape((rows, self.hidden))?;
-        let q_latent = self.q_a_norm.forward(&self.q_a.forward(&x)?)?;
-        let kv = self.kv_a.forward(&x)?;
+        let x = &x.contiguous()?;
+        let q_latent = self.q_a_norm.forward(&self.q_a.forward(x)?)?;
+        let kv = self.kv_a.forward(x)?;
         let latent = self.kv_a_norm.forward(&kv.narrow(1, 0, self.latent)?)?;
         let rotated = kv.narrow(1, self.latent, self.rotated)?.unsqueeze(1)?;
         let rotated = rotation.apply(&rotated, 0, RopeLayout::Interleaved)?;
         let key = joined(&[latent.unsqueeze(1)?, rotated])?;
-        let key = key.reshape((sequences, tokens, 1, self.latent + self.rotated))?;
         let fp8 = cache
             .index_keys
             .as_ref()
             .is_some_and(|c| c.scales.is_some());
         let index_keys = match &self.indexer {
-            Some(indexer) => Some(indexer.keys(&x, &rotation, tokens, fp8)?),
+            Some(indexer) => Some(indexer.keys(x, &rotation, fp8)?),
             None => None,
         };
-        cache.write(first, &grown, &key, index_keys.as_ref())?;
+        cache.write((first, tokens, &grown), &key, index_keys.as_ref())?;
         let cached = |tensor: &Tensor| tensor.narrow(0, first, sequences)?.narrow(1, 0, longest);
 
         let positions = match (positions, &self.indexer) {
             (Some(positions), _) => positions.clone(),
             (None, Some(_)) if longest <= self.topk => self.everything(&ends)?,
             (None, Some(indexer)) => {
-                let (q, weights) = indexer.queries(&x, &q_latent, &rotation, fp8)?;
+                let (q, weights) = indexer.queries(x, &q_latent, &rotation, fp8)?;
                 let held = cache.index_keys.as_ref().expect("the layer has an indexer");
                 let mut keys = IndexKeys::batched(&cached(&held.keys)?);
                 if let Some(scales) = &held.scales {
                     keys = keys.with_scales(&cached(scales)?);
+                }
+                if let Some(map) = &map {
+                    keys = keys.with_row_sequences(map);
                 }
                 // By position, so that equal sets are equal sequences, and sums equal bits.
                 let topk = TopK::new(self.topk)?.order(Order::ByPosition);
@@ -334,7 +383,10 @@ impl DsaAttention {
             .matmul(&self.to_latent)?
             .transpose(0, 1)?;
         let q = joined(&[absorbed, rotated])?;
-        let kv = KeyValues::batched(&cached(&cache.latent)?, Values::OfKeys(self.latent));
+        let mut kv = KeyValues::batched(&cached(&cache.latent)?, Values::OfKeys(self.latent));
+        if let Some(map) = &map {
+            kv = kv.with_row_sequences(map);
+        }
         let attention = SparseAttention::new(self.scale)
             .with_visible(&visible)
             .forward(&q, &kv, &positions)?;
@@ -347,10 +399,31 @@ impl DsaAttention {
             .reshape((rows, self.heads * self.value))?;
         let hidden = self.o.forward(&values)?;
         cache.set_lengths(first, &grown);
-        Ok(DsaOutput {
-            hidden: hidden.reshape((sequences, tokens, self.hidden))?,
-            positions,
-        })
+        Ok(DsaOutput { hidden, positions })
+    }
+
+    /// Refuses a cache that was made for another layer, model or dtype.
+    fn check_cache(&self, x: &Tensor, cache: &DsaCache) -> Result<()> {
+        if self.indexer.is_some() != cache.index_keys.is_some() {
+            bail!("{OP}: the cache is of another layer, whose indexer type differs")
+        }
+        let own = (x.dtype(), self.latent + self.rotated);
+        let (dtype, width) = (cache.latent.dtype(), cache.latent.dims()[3]);
+        if own != (dtype, width) {
+            bail!(
+                "{OP}: the cache is {dtype:?} with {width} numbers a token, {:?} with {} is needed",
+                own.0,
+                own.1
+            )
+        }
+        if !x.device().same_device(cache.latent.device()) {
+            bail!(
+                "{OP}: the hidden states are on {:?} and the cache on {:?}, they must be on one device",
+                x.device().location(),
+                cache.latent.device().location()
+            )
+        }
+        Ok(())
     }
 
     /// All positions below the ends, of rows that have no more than K.

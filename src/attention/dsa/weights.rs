@@ -124,22 +124,27 @@ impl LayerNorm {
     }
 }
 
-/// Refuses hidden states of another shape, dtype or device.
-pub fn check_hidden(op: &str, x: &Tensor, weight: &Tensor, width: usize) -> Result<(usize, usize)> {
-    let &[sequences, tokens, hidden] = x.dims() else {
-        bail!(
-            "{op}: the hidden states have shape {:?}, [B, n, {width}] is needed",
-            x.dims()
-        )
+/// The leading dimensions of hidden states; refuses another shape, dtype or device. `form` is the
+/// shape up to its last dimension.
+pub fn check_hidden<const N: usize>(
+    op: &str,
+    x: &Tensor,
+    weight: &Tensor,
+    form: &str,
+    width: usize,
+) -> Result<[usize; N]> {
+    let leading = match x.dims() {
+        [leading @ .., last] if *last == width => <[usize; N]>::try_from(leading).ok(),
+        _ => None,
     };
-    if hidden != width || x.dtype() != weight.dtype() {
+    let Some(leading) = leading.filter(|_| x.dtype() == weight.dtype()) else {
         bail!(
-            "{op}: the hidden states are {:?} {:?}, {:?} [B, n, {width}] is needed",
+            "{op}: the hidden states are {:?} {:?}, {:?} {form}{width}] is needed",
             x.dtype(),
             x.dims(),
             weight.dtype()
         )
-    }
+    };
     if !x.device().same_device(weight.device()) {
         bail!(
             "{op}: the hidden states are on {:?} and the weights on {:?}, they must be on one device",
@@ -147,7 +152,7 @@ pub fn check_hidden(op: &str, x: &Tensor, weight: &Tensor, width: usize) -> Resu
             weight.device().location()
         )
     }
-    Ok((sequences, tokens))
+    Ok(leading)
 }
 
 /// Vectors in fp8 (e4m3) with a scale for each: F8E4M3 of the same shape, and F32 without the last
