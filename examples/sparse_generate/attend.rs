@@ -35,10 +35,13 @@ impl Scoring {
 /// Sparse attention: K positions, of which some are not chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sparse {
-    /// K, forced positions included.
+    /// K, forced positions included; whole blocks of them.
     pub k: usize,
+    /// Positions are chosen by blocks of so many: 1, 64 or 128. The key of a block is the mean of its
+    /// keys. The block that a token is in is always taken.
+    pub block: usize,
     pub scoring: Scoring,
-    /// The first so many positions of the sequence are always taken.
+    /// The first so many positions of the sequence are always taken, rounded up to blocks.
     pub first: usize,
     /// And the last so many, the token's own included.
     pub last: usize,
@@ -104,8 +107,9 @@ impl Sparse {
         let kv_heads = step.k.dims()[1];
         let rows = self.rows_of(step)?;
         let positions = self.positions(&rows, step)?;
-        let visible = Visible::between(None, Some(&rows.ends(0)?));
+        let visible = Visible::between(None, Some(&rows.ends(1, 0)?));
         let attention = SparseAttention::new(step.scale)
+            .with_block_size(self.block)
             .with_visible(&visible)
             .forward(&rows.q, &KeyValues::packed(step.k, step.v), &positions)?;
         if rows.each == 1 {
@@ -144,14 +148,30 @@ impl Sparse {
         })
     }
 
-    /// U32 `[rows, 1 or kv_heads, K]`.
+    /// First, last and all blocks that a token attends to.
+    fn blocks(&self) -> (usize, usize, usize) {
+        let last = match self.block {
+            1 => self.last,
+            block => self.last.div_ceil(block).max(1),
+        };
+        (self.first.div_ceil(self.block), last, self.k / self.block)
+    }
+
+    /// Whether forced positions leave any to choose.
+    pub fn has_choice(&self) -> bool {
+        let (first, last, all) = self.blocks();
+        first + last < all
+    }
+
+    /// U32 `[rows, 1 or kv_heads, K / block]`.
     fn positions(&self, rows: &Rows, step: &Step) -> Result<Tensor> {
         ensure!(
-            self.first + self.last < self.k,
-            "{} first and {} last positions leave none of {} to choose",
+            self.has_choice(),
+            "{} first and {} last positions leave none of {} to choose, in blocks of {}",
             self.first,
             self.last,
-            self.k
+            self.k,
+            self.block
         );
         let chosen = match self.scoring {
             Scoring::Head | Scoring::Group => self.by_group(rows, step)?,
@@ -162,18 +182,35 @@ impl Sparse {
         };
         let (n, lists, _) = chosen.dims3()?;
         let forced = forced.unsqueeze(1)?;
-        let forced = forced.broadcast_as((n, lists, self.first + self.last))?;
+        let forced = forced.broadcast_as((n, lists, forced.dims()[2]))?;
         Ok(Tensor::cat(
             &[&forced.contiguous()?, &chosen.contiguous()?],
             2,
         )?)
     }
 
-    /// The indexer's keys of a key head, `[T, dim]`.
+    /// The indexer's keys of a key head, `[T, dim]`, or of its whole blocks.
     fn keys(&self, step: &Step, head: usize) -> Result<IndexKeys> {
-        let keys = step.k.narrow(1, head, 1)?.squeeze(1)?;
+        let mut keys = step.k.narrow(1, head, 1)?.squeeze(1)?;
+        let mean = self.mean(step, &keys)?;
+        if self.block > 1 {
+            let (length, dim) = keys.dims2()?;
+            let blocks = length / self.block;
+            let whole = keys.narrow(0, 0, blocks * self.block)?.contiguous()?;
+            let whole = whole.reshape((blocks, self.block, dim))?;
+            keys = whole.to_dtype(DType::F32)?.sum(1)?.to_dtype(keys.dtype())?;
+            keys = (keys / self.block as f64)?;
+        }
+        Ok(IndexKeys::packed(&match mean {
+            Some(mean) => keys.broadcast_sub(&mean)?,
+            None => keys,
+        }))
+    }
+
+    /// What is taken off the keys, `[1, dim]`.
+    fn mean(&self, step: &Step, keys: &Tensor) -> Result<Option<Tensor>> {
         if !self.center {
-            return Ok(IndexKeys::packed(&keys));
+            return Ok(None);
         }
         // Of what was there before this step, so that no token is chosen for by a later one; the first
         // step has only itself.
@@ -182,38 +219,40 @@ impl Sparse {
             first => keys.narrow(0, 0, first)?,
         };
         let mean = earlier.to_dtype(DType::F32)?.mean_keepdim(0)?;
-        let mean = mean.to_dtype(keys.dtype())?;
-        Ok(IndexKeys::packed(&keys.broadcast_sub(&mean)?))
+        Ok(Some(mean.to_dtype(keys.dtype())?))
     }
 
-    /// The first and the last positions, U32 `[rows, first + last]`. What a token doesn't see is
-    /// skipped in attention; a position that would come twice is none.
+    /// The first and the last blocks, U32 `[rows, first + last]`. What a token doesn't see is skipped
+    /// in attention; a block that would come twice is none.
     fn forced(&self, rows: &Rows) -> Result<Option<Tensor>> {
-        if self.first + self.last == 0 {
+        let (first, last, _) = self.blocks();
+        if first + last == 0 {
             return Ok(None);
         }
         let count = rows.q.dims()[0];
-        let mut data = Vec::with_capacity(count * (self.first + self.last));
+        let mut data = Vec::with_capacity(count * (first + last));
         for row in 0..count {
-            let end = rows.end(row);
-            data.extend(0..self.first as u32);
-            data.extend((1..=self.last).map(|back| match end.checked_sub(back) {
-                Some(position) if position >= self.first => position as u32,
+            let end = rows.end(row).div_ceil(self.block);
+            data.extend(0..first as u32);
+            data.extend((1..=last).map(|back| match end.checked_sub(back) {
+                Some(block) if block >= first => block as u32,
                 _ => u32::MAX,
             }));
         }
-        let shape = (count, self.first + self.last);
+        let shape = (count, first + last);
         Ok(Some(Tensor::from_vec(data, shape, rows.q.device())?))
     }
 
-    /// What is left to choose from.
+    /// The blocks that are left to choose from: all of them whole.
     fn choice(&self, rows: &Rows) -> Result<(Tensor, Tensor)> {
-        let starts = Tensor::full(self.first as u32, rows.q.dims()[0], rows.q.device())?;
-        Ok((starts, rows.ends(self.last)?))
+        let (first, last, _) = self.blocks();
+        let starts = Tensor::full(first as u32, rows.q.dims()[0], rows.q.device())?;
+        Ok((starts, rows.ends(self.block, last)?))
     }
 
     fn top(&self) -> Result<TopK> {
-        Ok(TopK::new(self.k - self.first - self.last)?.order(Order::ByPosition))
+        let (first, last, all) = self.blocks();
+        Ok(TopK::new(all - first - last)?.order(Order::ByPosition))
     }
 
     fn by_group(&self, rows: &Rows, step: &Step) -> Result<Tensor> {
@@ -281,9 +320,9 @@ impl Rows {
         self.first + row / self.each + 1
     }
 
-    /// The ends of all rows, less `last`.
-    fn ends(&self, last: usize) -> Result<Tensor> {
-        let end = |row| self.end(row).saturating_sub(last) as u32;
+    /// The ends of all rows in blocks, less `last`.
+    fn ends(&self, block: usize, last: usize) -> Result<Tensor> {
+        let end = |row| self.end(row).div_ceil(block).saturating_sub(last) as u32;
         let ends: Vec<u32> = (0..self.q.dims()[0]).map(end).collect();
         Ok(Tensor::new(ends, self.q.device())?)
     }
@@ -324,6 +363,7 @@ mod tests {
     fn sparse(k: usize, scoring: Scoring, first: usize, last: usize) -> Sparse {
         Sparse {
             k,
+            block: 1,
             scoring,
             first,
             last,
@@ -382,6 +422,51 @@ mod tests {
                 }
             }
         }
+        Ok(())
+    }
+
+    #[test]
+    fn blocks_hold_the_token_and_whole_blocks_before_it() -> Result<()> {
+        let [q, k, v] = operands(70, 330)?;
+        let step = step(&q, &k, &v);
+        for scoring in [Scoring::Head, Scoring::Group, Scoring::Shared] {
+            for (first, last) in [(0, 0), (4, 0), (4, 100)] {
+                let sparse = |k| Sparse {
+                    block: 64,
+                    ..sparse(k, scoring, first, last)
+                };
+                // Six blocks are all that there are.
+                let (out, _) = sparse(6 * 64).run(&step)?;
+                let what = format!("{scoring:?}, {first} first, {last} last");
+                assert!(difference(&out, &dense(&step)?)? < 1e-5, "{what}");
+
+                let few = sparse(4 * 64 + 17);
+                let rows = few.rows_of(&step)?;
+                let positions = few.positions(&rows, &step)?;
+                let (count, lists, width) = positions.dims3()?;
+                assert_eq!(width, 4);
+                let all = positions
+                    .reshape((count * lists, width))?
+                    .to_vec2::<u32>()?;
+                for (i, list) in all.iter().enumerate() {
+                    let own = (rows.end(i / lists) - 1) / 64;
+                    let mut list = list.clone();
+                    list.sort_unstable();
+                    assert!(
+                        list.windows(2).all(|pair| pair[0] < pair[1]),
+                        "{what}: {list:?}"
+                    );
+                    assert!(list.contains(&(own as u32)), "{what}: {list:?}");
+                    assert!(first == 0 || list[0] == 0, "{what}: {list:?}");
+                }
+            }
+        }
+        assert!(Sparse {
+            block: 64,
+            ..sparse(64, Scoring::Group, 0, 0)
+        }
+        .run(&step)
+        .is_err());
         Ok(())
     }
 

@@ -89,6 +89,10 @@ struct Args {
     #[arg(long, value_delimiter = ',', default_values_t = [0, 32])]
     last: Vec<usize>,
 
+    /// Choose by blocks of so many positions: 1, 64 or 128
+    #[arg(long, default_value_t = 1)]
+    block: usize,
+
     /// First layers that stay dense
     #[arg(long, default_value_t = 0)]
     dense_layers: usize,
@@ -216,21 +220,26 @@ impl Args {
 
     /// All ways to choose, but for those whose forced positions leave no choice.
     fn ways(&self) -> Result<Vec<Sparse>> {
+        ensure!(
+            matches!(self.block, 1 | 64 | 128),
+            "--block is {}, accepted are 1, 64 and 128",
+            self.block
+        );
         let mut ways = Vec::new();
         for &scoring in &self.scoring {
             for &center in &self.center {
                 for (first, last) in self.forced()? {
-                    for &k in self.k.iter().filter(|&&k| k > first + last) {
-                        ways.push(Sparse {
-                            k,
-                            scoring,
-                            first,
-                            last,
-                            center,
-                            dense_layers: self.dense_layers,
-                            budget: self.budget,
-                        });
-                    }
+                    let way = |&k: &usize| Sparse {
+                        k,
+                        block: self.block,
+                        scoring,
+                        first,
+                        last,
+                        center,
+                        dense_layers: self.dense_layers,
+                        budget: self.budget,
+                    };
+                    ways.extend(self.k.iter().map(way).filter(Sparse::has_choice));
                 }
             }
         }
@@ -353,7 +362,7 @@ fn print_line(
         "mode": way.map_or("dense", |way| way.scoring.name()),
         "center": way.map(|way| way.center), "first": way.map(|way| way.first), "last": way.map(|way| way.last),
         "perplexity": outcome.perplexity(), "late_perplexity": late,
-        "dense_layers": way.map(|way| way.dense_layers), "mass_share": outcome.share(),
+        "block": way.map(|way| way.block), "dense_layers": way.map(|way| way.dense_layers), "mass_share": outcome.share(),
         "mass_share_layers": outcome.layer_shares(), "tokens_per_s": outcome.tokens_per_second(),
     });
     args.keep(line, &model.device)

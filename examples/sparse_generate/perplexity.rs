@@ -181,6 +181,7 @@ mod tests {
             for (k, last, chunk) in [(40, 0, 40), (64, 8, 7), (40, 0, 1)] {
                 let sparse = Sparse {
                     k,
+                    block: 1,
                     scoring,
                     first: 0,
                     last,
@@ -196,6 +197,7 @@ mod tests {
             }
             let sparse = Sparse {
                 k: 4,
+                block: 1,
                 scoring,
                 first: 0,
                 last: 1,
