@@ -33,6 +33,8 @@
 //! `--check` of them, the first and the last among them. A mismatch is named on stderr and makes the
 //! run fail at its end.
 
+#[path = "../tests/common/check.rs"]
+mod check;
 #[path = "../tests/common/mod.rs"]
 mod common;
 mod device;
@@ -47,9 +49,9 @@ use candle_core::{bail, DType, Result, Tensor};
 use candle_topk::selection::{
     Bounds, DeviceProps, Mapping, Order, Overrides, Route, SelectionBuffers, TopK, View, Workspace,
 };
+use check::{compare, Given};
 use clap::{Parser, ValueEnum};
 use common::rng;
-use common::selection::oracle;
 use device::{host_row, median, or, read, us, write, Gpu, EVICTED_BYTES};
 use rand::Rng;
 use scores::Scores;
@@ -625,7 +627,7 @@ impl Input {
         let lengths = shape.lengths(gpu.seed);
         let ends = Tensor::new(lengths.as_slice(), &gpu.device)?;
         let whole = match (shape.dist, real) {
-            (Dist::Real, Some(real)) => real_rows(real, shape)?,
+            (Dist::Real, Some(real)) => real_rows(real, shape)?.to_device(&gpu.device)?,
             _ => {
                 let dtype = shape.dtype.dtype();
                 let whole = Tensor::zeros((m, shape.pitch()), dtype, &gpu.device)?;
@@ -711,61 +713,6 @@ fn real_rows(real: &Scores, shape: Shape) -> Result<Tensor> {
     Tensor::cat(&parts, 0)
 }
 
-/// What a launch has given for a row.
-struct Given {
-    positions: Vec<u32>,
-    count: u32,
-    values: Option<Vec<f32>>,
-}
-
-fn compare(cell: &Cell, row: &[f32], given: &Given) -> std::result::Result<(), String> {
-    let expected = oracle(row, 0, row.len(), cell.k);
-    if given.count as usize != expected.len() {
-        return Err(format!(
-            "the count is {}, not {}",
-            given.count,
-            expected.len()
-        ));
-    }
-    let (taken, rest) = given.positions.split_at(expected.len());
-    if let Some(position) = rest.iter().find(|&&position| position != u32::MAX) {
-        return Err(format!("position {position} after the last"));
-    }
-    let mut wanted = expected.clone();
-    let mut sorted = taken.to_vec();
-    match cell.order {
-        OrderName::ByValue => (),
-        OrderName::ByPosition => wanted.sort_unstable(),
-        OrderName::Unordered => {
-            wanted.sort_unstable();
-            sorted.sort_unstable();
-        }
-    }
-    if let Some(at) = (0..wanted.len()).find(|&at| wanted[at] != sorted[at]) {
-        return Err(format!(
-            "position {} at {at} of the {}, not {}",
-            sorted[at],
-            cell.order.name(),
-            wanted[at]
-        ));
-    }
-    if let Some(values) = &given.values {
-        for (&position, &value) in taken.iter().zip(values) {
-            let is = row[position as usize];
-            if value != is && !(value.is_nan() && is.is_nan()) {
-                return Err(format!("the value at {position} is {value}, not {is}"));
-            }
-        }
-        if values[taken.len()..]
-            .iter()
-            .any(|&v| v != f32::NEG_INFINITY)
-        {
-            return Err("a value after the last that is not -inf".to_string());
-        }
-    }
-    Ok(())
-}
-
 /// Shares of rows by route, what was admitted, and the traffic of equation 29.
 fn routes(
     gpu: &Gpu,
@@ -826,7 +773,8 @@ fn measure(gpu: &Gpu, cell: &Cell, input: &Input, space: &mut Workspace) -> Resu
     )?;
     let mut out = buffers(gpu, cell)?;
     let empty = Tensor::zeros(shape.m, DType::U32, &gpu.device)?;
-    // With the outputs of empty rows, and so that everything is loaded before the capture.
+    // With the outputs of empty rows, and so that what is captured next is loaded. `preload` would
+    // load all kernels of a dtype, which the driver compiles for a minute on the first run.
     top.select_into(&input.scores, &Bounds::ends(&empty), &mut out, space)?;
     let ends = Bounds::ends(&input.ends);
     let graph = gpu.capture(|| top.select_into(&input.scores, &ends, &mut out, space))?;
@@ -849,7 +797,7 @@ fn measure(gpu: &Gpu, cell: &Cell, input: &Input, space: &mut Workspace) -> Resu
                 None => None,
             },
         };
-        if let Err(mismatch) = compare(cell, values, &given) {
+        if let Err(mismatch) = compare(values, cell.k, cell.order.order(), &given) {
             eprintln!(
                 "MISMATCH: {cell:?}, {plan}, row {row}, seed {}: {mismatch}",
                 gpu.seed
@@ -896,17 +844,12 @@ fn main() -> Result<()> {
     let seed = args.seed.unwrap_or_else(|| rand::rng().random());
     let gpu = Gpu::new(0, replays, seed)?;
     let real = match &args.real {
-        Some(file) => Some(Scores::load(file, &gpu.device)?),
+        Some(file) => Some(Scores::load(file)?),
         None => None,
     };
     let cells = cells(&args, real.as_ref())?;
     if cells.is_empty() {
         bail!("nothing is measured: no cell of the grids has what --m, --n, --k, --dtype, --dist, --order and --variant name")
-    }
-    for dtype in [DType::F32, DType::BF16, DType::F16] {
-        if cells.iter().any(|cell| cell.shape.dtype.dtype() == dtype) {
-            candle_topk::cuda::preload(&gpu.device, dtype)?;
-        }
     }
     println!("{}", gpu.empty_graph()?);
     let start = std::time::Instant::now();

@@ -10,14 +10,14 @@ const CPU: &Device = &Device::Cpu;
 
 #[test]
 fn laws() -> Result<()> {
-    for n in [1, 9, 3000, 20_000] {
-        in_each_dtype!(
-            laws,
-            n,
-            &[1, 7, 64, 512, 2048, 4096],
-            Overrides::default(),
-            CPU
-        )?;
+    let all = [1, 7, 64, 512, 2048, 4096];
+    for (n, ks) in [
+        (1, &all[..]),
+        (9, &all),
+        (3000, &all),
+        (20_000, &[64, 4096]),
+    ] {
+        in_each_dtype!(laws, n, ks, Overrides::default(), CPU)?;
     }
     Ok(())
 }

@@ -54,18 +54,12 @@ const MAPPINGS: [Mapping; 9] = [
     Mapping::Cluster(16),
 ];
 
-/// The mappings that take rows of this width.
-fn mappings(n: usize) -> impl Iterator<Item = Mapping> {
-    let fits = move |mapping: &Mapping| *mapping != Mapping::RowLocal || n <= 16_384;
-    MAPPINGS.into_iter().filter(fits)
-}
-
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn laws() -> Result<()> {
     let (device, _guard) = gpu()?;
     for n in [9, 5000, 16_384, 40_001] {
-        for mapping in mappings(n) {
+        for mapping in MAPPINGS {
             cases::laws::<f32>(n, &[7, 2048], forced(mapping), &device)?;
         }
         in_each_dtype!(laws, n, &[1, 64, 512, 4096], Overrides::default(), &device)?;
@@ -122,7 +116,7 @@ fn lengths() -> Result<()> {
         2, 31, 33, 2047, 4095, 4097, 6143, 6144, 6145, 8191, 8192, 8193, 12_289,
     ];
     for k in [1, 7, 64, 2048, 4096] {
-        for mapping in mappings(13_000) {
+        for mapping in MAPPINGS {
             cases::lengths::<f32>(&edges, k, forced(mapping), &device)?;
         }
         in_each_dtype!(lengths, &edges, k, Overrides::default(), &device)?;

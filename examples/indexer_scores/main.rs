@@ -116,13 +116,13 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
+    if let Some(file) = &args.statistics {
+        return print_statistics(args, file);
+    }
     let device = match args.cpu {
         true => Device::Cpu,
         false => Device::cuda_if_available(0)?,
     };
-    if let Some(file) = &args.statistics {
-        return print_statistics(args, file, &device);
-    }
     let (Some(text), Some(out)) = (&args.text, &args.out) else {
         return Ok(()); // clap has said what is missing
     };
@@ -245,8 +245,8 @@ fn make(
     Ok(Scores::new(queries, keys, weights)?)
 }
 
-fn print_statistics(args: &Args, file: &Path, device: &Device) -> Result<()> {
-    let scores = Scores::load(file, device)?;
+fn print_statistics(args: &Args, file: &Path) -> Result<()> {
+    let scores = Scores::load(file)?;
     let (m, _) = scores.dims()?;
     let shortest = scores.length(0)?;
     ensure!(
@@ -258,12 +258,11 @@ fn print_statistics(args: &Args, file: &Path, device: &Device) -> Result<()> {
     let sample = args.sample.clamp(1, m);
     let mut statistics = Statistics::new(args.k);
     for row in (0..sample).map(|i| i * m / sample) {
-        let values = scores.rows(row, 1)?.to_device(&Device::Cpu)?;
-        let values = values.flatten_all()?.to_vec1::<f32>()?;
+        let values = scores.rows(row, 1)?.flatten_all()?.to_vec1::<f32>()?;
         statistics.add(&values[..scores.length(row)?])?;
     }
     let name = file.file_name().unwrap_or_default().to_string_lossy();
-    let machine = machine::Machine::of(device);
+    let machine = machine::Machine::of(&Device::Cpu);
     for mut line in statistics.lines() {
         line["scores"] = name.as_ref().into();
         line["gpu"] = machine.gpu.as_str().into();
@@ -314,7 +313,7 @@ mod tests {
         )?;
         let file = std::env::temp_dir().join(format!("scores-{}.safetensors", std::process::id()));
         scores.save(&file)?;
-        let again = Scores::load(&file, cpu)?;
+        let again = Scores::load(&file)?;
         std::fs::remove_file(&file)?;
         assert_eq!(again.dims()?, (2, 3));
         assert_eq!([again.length(0)?, again.length(1)?], [2, 3]);

@@ -61,8 +61,9 @@ impl Scores {
         candle_core::safetensors::save(&named, file)
     }
 
-    pub fn load(file: &Path, device: &Device) -> Result<Self> {
-        let mut tensors = candle_core::safetensors::load(file, device)?;
+    /// Onto the CPU, where rows are made: on a GPU Candle's kernels for it would be compiled first.
+    pub fn load(file: &Path) -> Result<Self> {
+        let mut tensors = candle_core::safetensors::load(file, &Device::Cpu)?;
         let [queries, keys, weights] = NAMES.map(|name| tensors.remove(name));
         match (queries, keys, weights) {
             (Some(queries), Some(keys), Some(weights)) => Self::new(queries, keys, weights),
@@ -73,31 +74,27 @@ impl Scores {
         }
     }
 
-    /// Rows `first` and on, F32 `[count, N]`: the sum over heads of w ReLU(q k), as in equation 1 of the
-    /// HPC-Ops paper. What a row holds beyond its length is the score of a later position.
+    /// Rows `first` and on, F32 `[count, N]` on the CPU: the sum over heads of w ReLU(q k), as in equation
+    /// 1 of the HPC-Ops paper. What a row holds beyond its length is the score of a later position.
     pub fn rows(&self, first: usize, count: usize) -> Result<Tensor> {
         let (_, heads, d) = self.queries.dims3()?;
         let (n, groups, _) = self.keys.dims3()?;
         let weights = self.weights.to_vec1::<f32>()?;
-        let queries = self.queries.narrow(0, first, count)?.to_dtype(DType::F32)?;
-        let mut sum: Option<Tensor> = None;
+        let queries = self.queries.narrow(0, first, count)?;
+        let queries = queries.to_dtype(DType::F32)?;
+        let mut sums = vec![0f32; count * n];
         let shared = heads / groups;
         for group in 0..groups {
             let keys = self.keys.narrow(1, group, 1)?.reshape((n, d))?;
-            let keys = keys.to_dtype(DType::F32)?.t()?.contiguous()?;
+            let keys = keys.to_dtype(DType::F32)?.t()?;
             for (head, &weight) in weights.iter().enumerate().skip(group * shared).take(shared) {
                 let q = queries.narrow(1, head, 1)?.reshape((count, d))?;
-                let part = q.contiguous()?.matmul(&keys)?.relu()?;
-                let part = part.affine(weight as f64, 0.0)?;
-                sum = Some(match sum {
-                    Some(sum) => (sum + part)?,
-                    None => part,
-                });
+                let products = q.contiguous()?.matmul(&keys)?.flatten_all()?;
+                for (sum, product) in sums.iter_mut().zip(products.to_vec1::<f32>()?) {
+                    *sum += weight * product.max(0.0);
+                }
             }
         }
-        match sum {
-            Some(sum) => Ok(sum),
-            None => bail!("scores: there are no heads"),
-        }
+        Tensor::from_vec(sums, (count, n), &Device::Cpu)
     }
 }

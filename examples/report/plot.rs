@@ -254,13 +254,47 @@ where
     }
     chart
         .configure_series_labels()
-        .position(SeriesLabelPosition::LowerRight)
+        .position(emptiest_corner(axes, curves))
         .background_style(WHITE.mix(0.8))
         .border_style(BLACK.mix(0.3))
         .draw()
         .map_err(failed)?;
     area.present().map_err(failed)?;
     Ok(())
+}
+
+/// Where the labels hide the fewest points, the lower right if others are no better.
+fn emptiest_corner(axes: Axes, curves: &[Curve]) -> SeriesLabelPosition {
+    let along = |(x, y): (f64, f64)| {
+        let place = |value: f64, scale| match scale {
+            Scale::Linear => value,
+            Scale::Logarithmic => value.ln(),
+        };
+        (place(x, axes.x.1), place(y, axes.y.1))
+    };
+    let points: Vec<_> = curves
+        .iter()
+        .flat_map(|curve| curve.points.iter().copied().map(along))
+        .collect();
+    let middle = |of: fn(&(f64, f64)) -> f64| {
+        let least = points.iter().map(of).fold(f64::INFINITY, f64::min);
+        let most = points.iter().map(of).fold(f64::NEG_INFINITY, f64::max);
+        (least + most) / 2.0
+    };
+    let (x, y) = (middle(|p| p.0), middle(|p| p.1));
+    let corners = [
+        (SeriesLabelPosition::LowerRight, true, false),
+        (SeriesLabelPosition::UpperRight, true, true),
+        (SeriesLabelPosition::UpperLeft, false, true),
+        (SeriesLabelPosition::LowerLeft, false, false),
+    ];
+    let hidden = |&(_, right, upper): &(_, bool, bool)| {
+        let inside = |p: &&(f64, f64)| (p.0 >= x) == right && (p.1 >= y) == upper;
+        points.iter().filter(inside).count()
+    };
+    // The first of equals.
+    let emptiest = corners.into_iter().min_by_key(hidden);
+    emptiest.map_or(SeriesLabelPosition::LowerRight, |corner| corner.0)
 }
 
 fn label(value: &f64) -> String {
@@ -292,6 +326,18 @@ mod tests {
         for part in ["<svg", "polyline", "p0.9", "sample"] {
             assert!(svg.contains(part), "{part} is missing in {svg}");
         }
+    }
+
+    #[test]
+    fn labels_stand_where_no_curve_is() {
+        let corner = |points: &[(f64, f64)]| {
+            let curve = Curve::main("a", COLORS[0], points.to_vec());
+            emptiest_corner(Axes::linear("x", "y"), &[curve])
+        };
+        let falling = [(0.0, 3.0), (1.0, 1.0), (2.0, 0.5), (3.0, 0.0)];
+        assert!(matches!(corner(&falling), SeriesLabelPosition::UpperRight));
+        let rising = [(0.0, 0.0), (1.0, 1.0), (2.0, 2.0), (3.0, 3.0)];
+        assert!(matches!(corner(&rising), SeriesLabelPosition::LowerRight));
     }
 
     #[test]

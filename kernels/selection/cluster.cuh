@@ -3,6 +3,7 @@
 
 #include <cooperative_groups.h>
 
+#include "../common/cluster.cuh"
 #include "select.cuh"
 
 // A cluster's view of one row's selection. Every member makes the same decisions from the same sums.
@@ -86,7 +87,7 @@ struct Team {
       buckets()[bin] = sum;
     }
     __syncthreads();
-    find_bins_in(buckets(), selector.k() - *total, 0);
+    find_bins(1, selector.k() - *total, 0);
     more(state().found[0].bin << 21, low);
     return kRecovered;
   }
@@ -120,21 +121,20 @@ template <class T>
 __device__ void select_cluster(const Request& request) {
   const auto cluster = cooperative_groups::this_cluster();
   const unsigned rank = cluster.block_rank(), blocks = cluster.num_blocks();
-  const long long row = blockIdx.x / blocks;
+  const long long row = blockIdx.x >> log_of(blocks);
   prefetch<T>(request, row, rank, blocks);
   const int start = request.start.of(row, request.width, 0);
   const int end = request.end.of(row, request.width, request.width);
   begin();
+  // Before its first word to another a member knows that all have begun.
+  cluster.barrier_arrive();
   const Selector<T> selector(request, row, start, end, 2);
   const int length = selector.scores.length;
   if (is_trivial(request, length)) {
     if (rank == 0) selector.put_all();
     return;
   }
-  // Before its first word to another a member knows that all have begun.
-  cluster.barrier_arrive();
-
-  typename Selector<T>::Proposal proposal = {0, 0};
+  typename Selector<T>::Proposal proposal = {0, 0, {0, 0}};
   const Slice slice(selector.scores, rank, blocks);
   int route = kDirect;
   if (length <= request.capacity) {
@@ -142,8 +142,8 @@ __device__ void select_cluster(const Request& request) {
   } else {
     Vector<T> held[kDepth];
     selector.load(held, slice, slice.begin + threadIdx.x);
-    proposal = selector.propose([&](auto f) { return selector.for_each_sampled(f); });
-    selector.template collect_primary<true>(slice, proposal.primary, held);
+    proposal = selector.propose(selector.sample_size(), [&](auto f) { selector.for_each_sampled(f); });
+    selector.template collect_primary<true>(slice, proposal, held);
     if (proposal.primary > kNegInfinityKey && request.stride > 1) route = kPrimary;
   }
   cluster.barrier_wait();
@@ -153,11 +153,9 @@ __device__ void select_cluster(const Request& request) {
   if (total < request.k && length > request.capacity) route = team.recover(slice, proposal, &total);
   if (total > request.capacity) total = team.merge();
   // The leader's memory is read no more; the others' neither.
-  cluster.barrier_arrive();
-  if (rank == 0) {
-    selector.finish(team.received, total, route);
-    cluster.barrier_wait();
-  } else {
-    cluster.barrier_wait();
-  }
+  __syncwarp();
+  cluster_arrive_relaxed();
+  if (rank == 0) selector.finish(team.received, total, route, proposal.leading, false);
+  __syncwarp();
+  cluster.barrier_wait();
 }

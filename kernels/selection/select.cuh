@@ -10,11 +10,12 @@
 //     top, the histogram is cut; the secondary one deeper. Within its bin a cutoff is interpolated:
 //     it decides how much is collected, never what is selected.
 //  2. Collection (4.3). One pass over the row appends what reaches the cutoff to a list in shared
-//     memory. Its length certifies the row: K or more hold the K best.
-//  3. Refinement (4.4). A histogram over the range of ranks that the list has, 11 bits of it at a
-//     time, narrows to the bin that the K-th lies in; as soon as few are left in it, they are ranked
-//     by comparing all pairs. Ties at rank K are decided by the same integers, without a word to the
-//     row.
+//     memory, and counts it in the leading histogram: bins of a few candidates each, of a width that
+//     the sample suggests. The list's length certifies the row: K or more hold the K best.
+//  3. Refinement (4.4). The leading histogram says in which bin the K-th lies; the few in it are
+//     ranked by comparing all pairs. Where they are many, or there is no such histogram, one over the
+//     range of ranks that the list has, 11 bits of it at a time, narrows until they are few. Ties at
+//     rank K are decided by the same integers, without a word to the row.
 //
 // What the paper leaves to spill buffers of a row's size, this does not need:
 //
@@ -27,6 +28,9 @@
 //    If that is still too little, a histogram of the whole row gives the leading bits of the K-th
 //    best, and a last pass collects down to them: it cannot underfill.
 //
+// What every warp does costs the time of all: blocks are of 512 threads, and what is to be said once is
+// scanned by four warps.
+//
 // Blocks that share a row take a slice each and derive one cutoff from one sample without a word. A
 // cluster's members send what they collected to the first one's shared memory; other blocks leave it
 // in the workspace, where the last to arrive finds it. What a slice's list loses when it is cut down
@@ -34,8 +38,8 @@
 #pragma once
 
 #include <math_constants.h>
+#include <string.h>
 
-#include "../common/block.cuh"
 #include "../common/order.cuh"
 #include "../common/row.cuh"
 
@@ -49,12 +53,14 @@ constexpr int kSlack = 4096;
 constexpr int kRanked = 256;
 // Buckets up to here are ordered by comparing all pairs.
 constexpr int kCrowd = 128;
-// Vectors that each thread has in flight.
+// Vectors that each thread has in flight, and as many again in a long pass.
 constexpr int kDepth = 4;
 // Words before a block's candidates in the workspace.
 constexpr int kHeader = 16;
 
 constexpr unsigned kAllKeys = ~0u;
+
+constexpr int kWarps = kThreads / 32;
 
 enum Order { kUnordered = 0, kByPosition = 1, kByValue = 2 };
 enum Route { kDirect = 1, kPrimary = 2, kBand = 3, kRecovered = 4 };
@@ -140,6 +146,16 @@ struct List {
 };
 __device__ __forceinline__ List own_list() { return List{0}; }
 
+// Vectors j, j + kThreads and so on of n > 0; the last, where there are fewer.
+template <class T>
+__device__ __forceinline__ void load_vectors(const uint4* data, int n, int j, Vector<T> (&v)[kDepth]) {
+#pragma unroll
+  for (int d = 0; d < kDepth; d++) {
+    const uint4 raw = __ldcg(data + min(j + d * kThreads, n - 1));
+    memcpy(&v[d], &raw, sizeof(raw));
+  }
+}
+
 // One row's scores. `head` of them come before the first aligned vector; `vectors` are whole.
 template <class T>
 struct Scores {
@@ -160,9 +176,16 @@ struct Scores {
     memcpy(&v, &raw, sizeof(v));
     return v;
   }
+  // The vectors j, j + kThreads and so on of the first n > 0.
+  __device__ __forceinline__ void load_from(int j, int n, Vector<T> (&v)[kDepth]) const {
+    load_vectors(reinterpret_cast<const uint4*>(data + head), n, j, v);
+  }
   // Column of the first element of vector j.
   __device__ __forceinline__ int column(int j) const { return start + head + j * kWidth; }
 };
+
+// Of a power of two.
+__device__ __forceinline__ int log_of(int x) { return 31 - __clz(x); }
 
 // A block's part of a row: the vectors from `begin` to `end`, and the ends where it has them.
 struct Slice {
@@ -171,7 +194,7 @@ struct Slice {
 
   template <class T>
   __device__ Slice(const Scores<T>& scores, int rank, int blocks) {
-    const int each = (scores.vectors + blocks - 1) / blocks;
+    const int each = (scores.vectors + blocks - 1) >> log_of(blocks);
     begin = min(rank * each, scores.vectors), end = min(begin + each, scores.vectors);
     first = rank == 0, last = rank == blocks - 1;
   }
@@ -185,6 +208,12 @@ __device__ __forceinline__ u64 rank_of(unsigned key, int position) { return (u64
 __device__ __forceinline__ unsigned key_in(u64 rank) { return (unsigned)(rank >> 32); }
 __device__ __forceinline__ unsigned position_in(u64 rank) { return ~(unsigned)rank; }
 
+// The key of what is no NaN.
+__device__ __forceinline__ unsigned key_of_number(float x) {
+  const unsigned bits = __float_as_uint(__fadd_rn(x, 0.0f));  // -0 + 0 is +0.
+  return bits ^ ((int)bits >> 31 | 0x80000000u);
+}
+
 // The bits by which a range of this width splits into bins.
 __device__ __forceinline__ int bin_shift(u64 width) { return max(0, 53 - __clzll(width)); }
 
@@ -194,67 +223,91 @@ __device__ __forceinline__ unsigned coarse_bin(float x) {
   const unsigned key = bits ^ (bits >> 15 ? 0xffffu : 0x8000u);
   return x != x ? 0 : key >> 5;
 }
-// The least value of a coarse bin, before rounding.
-__device__ __forceinline__ float coarse_edge(unsigned bin) {
-  const unsigned key = bin << 5;
+// The value with this FP16 key, of which a coarse bin has 32.
+__device__ __forceinline__ float coarse_value(unsigned key) {
   return __half2float(__ushort_as_half((unsigned short)(key ^ (key >> 15 ? 0x8000u : 0xffffu))));
 }
 
-// The sums over this thread's bins, from the top: thread t has kBins / kThreads of them.
+// The sums over this thread's bins, from the top, for the first kScanning threads: four warps, since what
+// every warp does costs the time of all.
+constexpr int kScanning = 128;
 struct FromTop {
-  static constexpr int kOwn = kBins / kThreads;
-  unsigned own[kOwn], before, sum;
+  static constexpr int kOwn = kBins / kScanning;
+  unsigned own[kOwn], inclusive, sum;
   int top;
 
-  __device__ __forceinline__ FromTop(const unsigned* histogram) {
-    unsigned* parts = state().parts;
+  // All threads call, and a barrier follows.
+  __device__ __forceinline__ explicit FromTop(const unsigned* histogram) {
+    if (threadIdx.x >= kScanning) return;
     top = kBins - 1 - (int)threadIdx.x * kOwn;
     sum = 0;
 #pragma unroll
-    for (int i = 0; i < kOwn; i++) own[i] = histogram[top - i], sum += own[i];
-    unsigned inclusive = sum;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (int i = 0; i < kOwn; i += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(histogram + top - i - 3);
+      own[i] = four.w, own[i + 1] = four.z, own[i + 2] = four.y, own[i + 3] = four.x;
+      sum += four.x + four.y + four.z + four.w;
+    }
+    inclusive = sum;
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) {
       const unsigned below = __shfl_up_sync(~0u, inclusive, lanes);
       if (lane >= lanes) inclusive += below;
     }
-    if (lane == 31) parts[warp] = inclusive;
-    __syncthreads();
-    const unsigned part = lane < kWarps ? parts[lane] : 0;
-    before = __reduce_add_sync(~0u, lane < warp ? part : 0) + inclusive - sum;
+    if (lane == 31) state().parts[threadIdx.x / 32] = inclusive;
+  }
+
+  // The counts above this thread's bins.
+  __device__ __forceinline__ unsigned before() const {
+    unsigned all = inclusive - sum;
+#pragma unroll
+    for (int warp = 0; warp < kScanning / 32 - 1; warp++) {
+      if (warp < threadIdx.x / 32) all += state().parts[warp];
+    }
+    return all;
   }
 };
 
-// The bin in which the counts from the top reach `need`, and, for `deeper`, another. A bin of ~0
-// where they don't.
-__device__ __forceinline__ void find_bins_in(const unsigned* histogram, unsigned need, unsigned deeper) {
-  if (threadIdx.x < 2) state().found[threadIdx.x] = Found{~0u, 0, 0};
-  const FromTop mine(histogram);
-  const unsigned needs[2] = {need, deeper};
+// The bin of a histogram, 0 or 1, in which the counts from the top reach `need`, and, for `deeper`, another.
+// A bin of ~0 where they don't. With a barrier at the end.
+__device__ __noinline__ void find_bins(int which, unsigned need, unsigned deeper) {
+  if (threadIdx.x >= kScanning && threadIdx.x < kScanning + 2) {
+    state().found[threadIdx.x - kScanning] = Found{~0u, 0, 0};
+  }
+  const FromTop mine(histogram() + which * kBins);
+  __syncthreads();
+  if (threadIdx.x < kScanning) {
+    const unsigned before = mine.before();
+#pragma unroll 1
+    for (int n = 0; n < 2; n++) {
+      const unsigned reach = n ? deeper : need;
+      if (before < reach && reach <= before + mine.sum) {
+        unsigned above = before;
 #pragma unroll
-  for (int n = 0; n < 2; n++) {
-    if (mine.before < needs[n] && needs[n] <= mine.before + mine.sum) {
-      unsigned above = mine.before;
-#pragma unroll
-      for (int i = 0; i < FromTop::kOwn; i++) {
-        if (above < needs[n] && needs[n] <= above + mine.own[i]) {
-          state().found[n] = Found{(unsigned)(mine.top - i), above, mine.own[i]};
+        for (int i = 0; i < FromTop::kOwn; i++) {
+          if (above < reach && reach <= above + mine.own[i]) {
+            state().found[n] = Found{(unsigned)(mine.top - i), above, mine.own[i]};
+          }
+          above += mine.own[i];
         }
-        above += mine.own[i];
       }
     }
   }
   __syncthreads();
 }
 
-// Of the first histogram.
-__device__ __noinline__ void find_bins(unsigned need, unsigned deeper) { find_bins_in(histogram(), need, deeper); }
-
 __device__ __forceinline__ void clear(unsigned* histogram) {
-#pragma unroll
-  for (int i = threadIdx.x; i < kBins; i += kThreads) histogram[i] = 0;
+  static_assert(kBins == 4 * kThreads, "a vector a thread");
+  reinterpret_cast<uint4*>(histogram)[threadIdx.x] = make_uint4(0, 0, 0, 0);
 }
+
+// The bins of the histogram that a pass builds of what it appends: `shift` bits of the keys from `low` on
+// to a bin; what is beyond the last is in it.
+struct Leading {
+  unsigned low;
+  int shift;
+  __device__ __forceinline__ unsigned bin(unsigned key) const { return min((key - low) >> shift, kBins - 1u); }
+};
 
 struct Keys {
   unsigned least, most;
@@ -263,7 +316,7 @@ struct Keys {
 // The least and the greatest key of the ranks from `floor` up. With a barrier.
 __device__ __forceinline__ Keys key_range(List list, int n, u64 floor) {
   unsigned least = ~0u, most = 0;
-#pragma unroll 4
+#pragma unroll 1
   for (int i = threadIdx.x; i < n; i += kThreads) {
     const u64 rank = list[i];
     if (rank >= floor) least = min(least, key_in(rank)), most = max(most, key_in(rank));
@@ -286,20 +339,20 @@ __device__ __noinline__ u64 refine(List list, int n, unsigned need) {
   while (true) {
     const u64 width = high - low;
     const int shift = bin_shift(width);
-#pragma unroll 4
+#pragma unroll 1
     for (int i = threadIdx.x; i < n; i += kThreads) {
       const u64 above = list[i] - low;
       if (above <= width) atomicAdd(&histogram()[above >> shift], 1);
     }
     __syncthreads();
-    find_bins(need, 0);
+    find_bins(0, need, 0);
     const Found found = state().found[0];
     need -= found.above;
     low += (u64)found.bin << shift;
     high = min(high, low + ((1ull << shift) - 1));
     if (found.count == need) return low;
     if (found.count <= kRanked) {
-#pragma unroll 4
+#pragma unroll 1
       for (int i = threadIdx.x; i < n; i += kThreads) {
         const u64 rank = list[i];
         if (rank - low <= high - low) state().ranked[atomicAdd(&state().slots, 1)] = rank;
@@ -344,64 +397,97 @@ __device__ __noinline__ u64 compact(List list, int n, unsigned k) {
   return threshold;
 }
 
-// Appends what reaches the cutoff of n vectors, the first of which lies in this column, until the list is
+// The greatest of a vector; NaN where all are.
+__device__ __forceinline__ float greatest(const Vector<float>& v) {
+  return fmaxf(fmaxf(v.at[0], v.at[1]), fmaxf(v.at[2], v.at[3]));
+}
+template <class Pair, class T>
+__device__ __forceinline__ float greatest_of_pairs(const Vector<T>& v) {
+  Pair pairs[4];
+  memcpy(pairs, &v, sizeof(v));
+  const Pair most = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+  return fmaxf(widen(most.x), widen(most.y));
+}
+__device__ __forceinline__ float greatest(const Vector<__half>& v) { return greatest_of_pairs<__half2>(v); }
+__device__ __forceinline__ float greatest(const Vector<__nv_bfloat16>& v) { return greatest_of_pairs<__nv_bfloat162>(v); }
+
+// Element i of words that lie in registers, where there is no index: by halving.
+template <int kWords>
+__device__ __forceinline__ unsigned pick_word(const unsigned (&words)[kWords], int i) {
+  if constexpr (kWords == 1) {
+    return words[0];
+  } else {
+    unsigned half[kWords / 2];
+#pragma unroll
+    for (int at = 0; at < kWords / 2; at++) half[at] = i & (kWords / 2) ? words[at + kWords / 2] : words[at];
+    return pick_word<kWords / 2>(half, i);
+  }
+}
+template <class T>
+__device__ __forceinline__ float pick(const Vector<T> (&v)[kDepth], int i) {
+  constexpr int kPerWord = 4 / sizeof(T);
+  unsigned words[4 * kDepth];
+#pragma unroll
+  for (int d = 0; d < kDepth; d++) memcpy(words + 4 * d, &v[d], 16);
+  const unsigned word = pick_word<4 * kDepth>(words, i / kPerWord);
+  if constexpr (kPerWord == 1) return __uint_as_float(word);
+  else return widen(from_bits<T>(i & 1 ? word >> 16 : word & 0xffff));
+}
+
+// Appends what reaches the cutoff of n > 0 vectors, the first of which lies in this column, until the list is
 // over-full. How many were looked at.
 template <class T, bool kHeld>
-__device__ __forceinline__ int stream_vectors(const uint4* data, int n, int column, float cut, unsigned capacity,
-                                              Vector<T> (&held)[kDepth]) {
+__device__ __forceinline__ int stream_vectors(const uint4* data, int n, int column, float cut, Leading leading,
+                                              unsigned capacity, Vector<T> (&held)[kDepth]) {
   constexpr int kWidth = Vector<T>::kWidth;
-  const auto load = [&](int j) {
-#pragma unroll
-    for (int d = 0; d < kDepth; d++) {
-      if (j + d * kThreads < n) {
-        const uint4 raw = __ldcg(data + j + d * kThreads);
-        memcpy(&held[d], &raw, sizeof(raw));
-      }
-    }
-  };
   int j = threadIdx.x;
-  if constexpr (!kHeld) load(j);
+  if constexpr (!kHeld) load_vectors(data, n, j, held);
 #pragma unroll 1
   while (true) {
+    const int base = j - (int)threadIdx.x + kDepth * kThreads;
+    // Beyond the end it is the last vector, over and over: cheaper than to ask.
+    Vector<T> next[kDepth];
+    load_vectors(data, n, j + kDepth * kThreads, next);
     unsigned hits = 0;
 #pragma unroll
     for (int d = 0; d < kDepth; d++) {
-      float most = widen(held[d].at[0]);
-#pragma unroll
-      for (int w = 1; w < kWidth; w++) most = fmaxf(most, widen(held[d].at[w]));
-      if (most >= cut && j + d * kThreads < n) {
+      if (greatest(held[d]) >= cut) {
 #pragma unroll
         for (int w = 0; w < kWidth; w++) hits |= (unsigned)(widen(held[d].at[w]) >= cut) << (d * kWidth + w);
       }
     }
+    if (hits && base > n) {
+      // The last vector may have come more than once.
+      const int whole = max(0, (n - j + kThreads - 1) / kThreads);
+      if (whole < kDepth) hits &= (1u << (whole * kWidth)) - 1;
+    }
     if (hits) {
       unsigned at = atomicAdd(&state().count, __popc(hits));
       if (at + __popc(hits) <= capacity) {
-#pragma unroll
-        for (int d = 0; d < kDepth; d++) {
-          if (hits >> (d * kWidth) & ((1u << kWidth) - 1)) {
-#pragma unroll
-            for (int w = 0; w < kWidth; w++) {
-              if (hits >> (d * kWidth + w) & 1) {
-                own_list()[at++] = rank_of(key_of(widen(held[d].at[w])), column + (j + d * kThreads) * kWidth + w);
-              }
-            }
-          }
-        }
+        // Few have many: a loop over what is there is shorter than one over what could be.
+#pragma unroll 1
+        do {
+          const int i = __ffs(hits) - 1;
+          hits &= hits - 1;
+          const unsigned key = key_of_number(pick(held, i));
+          own_list()[at++] = rank_of(key, column + (j + i / kWidth * kThreads) * kWidth + i % kWidth);
+          atomicAdd(&buckets()[leading.bin(key)], 1);
+        } while (hits);
       }
     }
-    j += kDepth * kThreads;
-    const int base = j - (int)threadIdx.x;
     if (base >= n || *(volatile unsigned*)&state().count > capacity) return min(base, n);
-    load(j);
+    j += kDepth * kThreads;
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) held[d] = next[d];
   }
 }
 
 // By itself, with registers of its own.
 template <class T>
-__device__ __noinline__ int stream_all(const uint4* data, int n, int column, float cut, unsigned capacity) {
+__device__ __noinline__ int stream_all(const uint4* data, int n, int column, float cut, Leading leading,
+                                       unsigned capacity) {
   Vector<T> held[kDepth];
-  return stream_vectors<T, false>(data, n, column, cut, capacity, held);
+  return stream_vectors<T, false>(data, n, column, cut, leading, capacity, held);
 }
 
 // Everything that one block knows of its row.
@@ -424,29 +510,40 @@ struct Selector {
 
   // ---- Proposal.
 
-  // f(score) for every sampled score; how many there are.
+  // The first score of the fixed view.
+  __device__ __forceinline__ int view_start() const { return (int)((row * 17 + 13) & (request.stride - 1)); }
+
+  __device__ __forceinline__ unsigned sample_size() const {
+    const int log = log_of(request.stride);
+    if (request.fixed_stride) {
+      return view_start() < scores.length ? ((scores.length - 1 - view_start()) >> log) + 1 : 0;
+    }
+    return (scores.vectors >> log & ~1) * kWidth;
+  }
+
+  // f(score) for every sampled score.
   template <class F>
-  __device__ __forceinline__ unsigned for_each_sampled(F f) const {
+  __device__ __forceinline__ void for_each_sampled(F f) const {
     const int stride = request.stride;
     if (request.fixed_stride) {
-      const int first = (int)((row * 17 + 13) & (stride - 1));
-      const int n = first < scores.length ? (scores.length - 1 - first) / stride + 1 : 0;
-#pragma unroll 4
-      for (int i = threadIdx.x; i < n; i += kThreads) f(widen(scores.data[first + (long long)i * stride]));
-      return n;
+      const int n = sample_size();
+#pragma unroll 2
+      for (int i = threadIdx.x; i < n; i += kThreads) f(widen(scores.data[view_start() + (long long)i * stride]));
+      return;
     }
-    const int groups = scores.vectors / stride;
+    // Two neighbours at a time: memory gives no less than both.
+    const int groups = scores.vectors >> log_of(stride) & ~1;
     constexpr int kLoads = 2;
 #pragma unroll 1
     for (int base = threadIdx.x; base < groups; base += kLoads * kThreads) {
       Vector<T> v[kLoads];
 #pragma unroll
       for (int d = 0; d < kLoads; d++) {
-        const int group = base + d * kThreads;
-        unsigned hash = group * 0x9e3779b1u + (unsigned)row * 0x85ebca6bu;
+        const int group = min(base + d * kThreads, groups - 1);
+        unsigned hash = (group / 2) * 0x9e3779b1u + (unsigned)row * 0x85ebca6bu;
         hash = (hash ^ hash >> 15) * 0x2c1b3c6du;
         hash ^= hash >> 12;
-        if (group < groups) v[d] = scores.load(group * stride + (hash & (stride - 1)));
+        v[d] = scores.load(((group / 2) * stride + (int)(hash & (stride - 1))) * 2 + group % 2);
       }
 #pragma unroll
       for (int d = 0; d < kLoads; d++) {
@@ -456,13 +553,15 @@ struct Selector {
         }
       }
     }
-    return groups * kWidth;
   }
+
+  // How many of a row that the block holds whole.
+  __device__ __forceinline__ unsigned held_size() const { return scores.vectors * kWidth >> log_of(request.stride); }
 
   // The same from the vectors of a row that the block holds whole. About one score in `stride`, its place
   // in the vector a hash.
   template <class F>
-  __device__ __forceinline__ unsigned for_each_held(const Vector<T> (&held)[kDepth], F f) const {
+  __device__ __forceinline__ void for_each_held(const Vector<T> (&held)[kDepth], F f) const {
     const unsigned stride = request.stride;
 #pragma unroll
     for (int d = 0; d < kDepth; d++) {
@@ -475,19 +574,17 @@ struct Selector {
         }
       }
     }
-    return scores.vectors * kWidth / stride;
   }
 
   struct Proposal {
     // Keys; 0 where there is no number to cut at.
     unsigned primary, secondary;
+    Leading leading;
   };
 
-  // `sample` calls f for every sampled score and gives their number. The histogram is clear.
+  // `sample` calls f for every one of so many sampled scores. The histogram is clear.
   template <class Sample>
-  __device__ __forceinline__ Proposal propose(Sample sample) const {
-    const unsigned sampled = sample([&](float x) { atomicAdd(&histogram()[coarse_bin(x)], 1); });
-    if (threadIdx.x == 0) state().counters.read += sampled;
+  __device__ __forceinline__ Proposal propose(unsigned sampled, Sample sample) const {
     // Approximate operations will do, alike in all blocks of a row.
     const float fraction = __fdividef(sampled, scores.length);
     const float expected = fraction * k();
@@ -499,40 +596,48 @@ struct Selector {
     }
     const unsigned need = max(1u, (unsigned)ceilf(aim));
     const unsigned deeper = max(need + 1, (unsigned)ceilf(aim + 3.0f * deviation + 2.0f));
+    sample([&](float x) { atomicAdd(&histogram()[coarse_bin(x)], 1); });
+    if (threadIdx.x == 0) state().counters.read += sampled;
     __syncthreads();
-    find_bins(need, deeper);
+    find_bins(0, need, deeper);
     const Found first = state().found[0], second = state().found[1];
-    const bool exact = request.stride == 1;
-    if (first.bin != ~0u && first.count * 4 >= sampled && !exact) {
+    if (first.bin != ~0u && first.count * 4 >= sampled && request.stride > 1) {
       return propose_within(first, sampled, need, deeper);
     }
     Proposal proposal;
-    proposal.primary = first.bin == ~0u ? 0 : cut_in(first, need, exact);
-    proposal.secondary = second.bin == ~0u ? 0 : cut_in(second, deeper, exact);
+    proposal.primary = cut_in(first, need);
+    proposal.secondary = cut_in(second, deeper);
+    proposal.leading = leading_from(proposal.primary, 18, __fdividef(first.count, fraction));
     return proposal;
   }
 
   // The key at which a coarse bin is cut.
-  __device__ __forceinline__ unsigned cut_in(const Found& found, unsigned need, bool whole) const {
-    const float low = coarse_edge(found.bin), high = coarse_edge(found.bin + 1);
-    if (found.bin <= 31 || !(high < CUDART_INF_F)) return found.bin <= 31 ? 0 : key_of(low);
-    // Rounding takes values from a little below.
-    if (whole) return key_of(low - (high - low) * (1.0f / 32));
-    return key_of(high - (high - low) * __fdividef(need - found.above, found.count));
+  __device__ __forceinline__ unsigned cut_in(const Found& found, unsigned need) const {
+    // What is no number lies in the bins up to -inf's, or in none.
+    if (found.bin <= 31 || found.bin == ~0u) return 0;
+    // Rounding takes values from a little below an edge.
+    int key = (int)(found.bin << 5) - 1;
+    if (request.stride > 1) key = (int)(found.bin << 5) + (int)(32.0f - 32.0f * __fdividef(need - found.above, found.count));
+    return key_of(coarse_value(min(key, 0xfc00)));
+  }
+
+  // A histogram with about 4 of `count` elements, which lie in 2^bits keys, to a bin.
+  static __device__ __forceinline__ Leading leading_from(unsigned low, int bits, float count) {
+    const int finer = ((int)__float_as_uint(count) >> 23) - 127 - 2;
+    return {low, min(max(bits - finer, 0), 20)};
   }
 
   // Where a bin holds a quarter of the sample, its keys are looked at more closely.
   __device__ __noinline__ Proposal propose_within(Found first, unsigned sampled, unsigned need, unsigned deeper) const {
-    Proposal proposal = {0, 0};
+    Proposal proposal = {0, 0, {0, 0}};
     if (first.bin <= 31) return proposal;
-    const float edge = coarse_edge(first.bin), next = coarse_edge(first.bin + 1);
-    // Rounding takes values from a little below.
-    const unsigned low = key_of(next < CUDART_INF_F ? edge - (next - edge) * (1.0f / 32) : edge);
-    const unsigned high = key_of(next < CUDART_INF_F ? next : CUDART_INF_F);
+    const unsigned low = key_of(coarse_value((first.bin << 5) - 1));
+    const unsigned high = key_of(coarse_value(min((first.bin + 1) << 5, 0xfc00)));
     const int shift = bin_shift((u64)(high - low));
     clear(histogram());
     __syncthreads();
-    const unsigned again = for_each_sampled([&](float x) {
+    const unsigned again = sample_size();
+    for_each_sampled([&](float x) {
       const unsigned key = key_of(x);
       if (key >= low) atomicAdd(&histogram()[min((key - low) >> shift, kBins - 1)], 1);
     });
@@ -540,21 +645,19 @@ struct Selector {
     __syncthreads();
     // This sample may be smaller.
     const float ratio = __fdividef(again, sampled);
-    find_bins(max(1u, (unsigned)ceilf(need * ratio)),
-              max(1u, (unsigned)ceilf(deeper * ratio)));
+    find_bins(0, max(1u, (unsigned)ceilf(need * ratio)), max(1u, (unsigned)ceilf(deeper * ratio)));
     const Found inner = state().found[0], deep = state().found[1];
     if (inner.bin != ~0u) proposal.primary = low + (inner.bin << shift);
     if (deep.bin != ~0u) proposal.secondary = low + (deep.bin << shift);
+    proposal.leading = leading_from(proposal.primary, shift, __fdividef((float)inner.count * scores.length, again));
     return proposal;
   }
 
   // ---- Collection.
 
+  // The vectors j, j + kThreads and so on of a slice that has any.
   __device__ __forceinline__ void load(Vector<T> (&v)[kDepth], const Slice& slice, int j) const {
-#pragma unroll
-    for (int d = 0; d < kDepth; d++) {
-      if (j + d * kThreads < slice.end) v[d] = scores.load(j + d * kThreads);
-    }
+    if (slice.end > slice.begin) scores.load_from(j, slice.end, v);
   }
 
   // f(score, column) for the few scores before the first vector and after the last.
@@ -573,18 +676,23 @@ struct Selector {
     if (at < capacity()) own_list()[at] = rank_of(key_of(x), column);
   }
 
-  // Appends what reaches the cutoff, a number, in no order; ends early once the list is over-full. Held
-  // vectors are the first; others are loaded here. With a barrier.
+  // Appends what reaches the cutoff, a number, in no order, and counts it in the leading histogram; ends
+  // early once the list is over-full. Held vectors are the first; others are loaded here. With a barrier.
   template <bool kHeld>
-  __device__ __forceinline__ void stream(const Slice& slice, float cut, Vector<T> (&held)[kDepth]) const {
+  __device__ __forceinline__ void stream(const Slice& slice, float cut, Leading leading, Vector<T> (&held)[kDepth]) const {
     ends(slice, [&](float x, int column) {
-      if (x >= cut) append(atomicAdd(&state().count, 1), x, column);
+      if (x >= cut) {
+        append(atomicAdd(&state().count, 1), x, column);
+        atomicAdd(&buckets()[leading.bin(key_of_number(x))], 1);
+      }
     });
     const int n = slice.end - slice.begin, column = scores.column(slice.begin);
     const uint4* data = reinterpret_cast<const uint4*>(scores.data + scores.head) + slice.begin;
-    int seen;
-    if constexpr (kHeld) seen = stream_vectors<T, true>(data, n, column, cut, capacity(), held);
-    else seen = stream_all<T>(data, n, column, cut, capacity());
+    int seen = 0;
+    if (n > 0) {
+      if constexpr (kHeld) seen = stream_vectors<T, true>(data, n, column, cut, leading, capacity(), held);
+      else seen = stream_all<T>(data, n, column, cut, leading, capacity());
+    }
     __syncthreads();
     if (threadIdx.x == 0) {
       state().counters.read += min(seen * kWidth, (int)slice.scores(scores));
@@ -697,21 +805,22 @@ struct Selector {
   }
 
   // A slice's best: the K best of it, or all that reaches the cutoff. The list is empty; with a
-  // barrier at the end. Whether the list is complete down to the cutoff or else has K.
+  // barrier at the end. Whether the leading histogram counts what the list holds.
   template <bool kHeld>
-  __device__ __forceinline__ void collect_primary(const Slice& slice, unsigned primary, Vector<T> (&held)[kDepth]) const {
-    if (primary <= kNegInfinityKey) {
+  __device__ __forceinline__ bool collect_primary(const Slice& slice, const Proposal& proposal,
+                                                  Vector<T> (&held)[kDepth]) const {
+    if (proposal.primary <= kNegInfinityKey) {
       collect(slice, 0, kAllKeys);
-      return;
+      return false;
     }
-    stream<kHeld>(slice, value_of(primary), held);
-    if (state().count > capacity()) {
-      // Any K candidates bound the K-th best from below. The last to find no room had up to 32.
-      const u64 threshold = compact(own_list(), capacity() - 32, k());
-      if (threadIdx.x == 0) state().count = 0;
-      __syncthreads();
-      collect(slice, key_in(threshold), kAllKeys);
-    }
+    stream<kHeld>(slice, value_of(proposal.primary), proposal.leading, held);
+    if (state().count <= capacity()) return true;
+    // Any K candidates bound the K-th best from below. The last to find no room had up to 32.
+    const u64 threshold = compact(own_list(), capacity() - 32, k());
+    if (threadIdx.x == 0) state().count = 0;
+    __syncthreads();
+    collect(slice, key_in(threshold), kAllKeys);
+    return false;
   }
 
   // Counts the leading bits of the keys below `high`. With a barrier at the end.
@@ -754,7 +863,7 @@ struct Selector {
     const unsigned need = k() - state().count;
     __syncthreads();
     count_leading(slice, low);
-    find_bins(need, 0);
+    find_bins(0, need, 0);
     collect(slice, state().found[0].bin << 21, low);
     return kRecovered;
   }
@@ -793,31 +902,100 @@ struct Selector {
     }
   }
 
-  // The best of n candidates to the output. All threads have arrived, and see the list.
-  __device__ __forceinline__ void finish(List list, int n, int route) const {
-    u64 threshold = 0;
-    if (n > (int)k()) threshold = refine(list, n, k());
-    const unsigned count = min((unsigned)n, k());
+  // The best of n candidates to the output. All threads have arrived, and see the list. `leading` are
+  // bins for keys that are all at least its `low`; `counted` says that the leading histogram is there.
+  __device__ __forceinline__ void finish(List list, int n, int route, Leading leading, bool counted) const {
     put_route(route);
-    if (request.order != kUnordered) {
-      put_ordered(list, n, threshold, count);
+    const unsigned count = min((unsigned)n, k());
+    if (n <= (int)k() || request.order != kUnordered || route != kPrimary) {
+      finish_any(list, n, count);
     } else {
-      if (threadIdx.x == 0) state().kept = 0;
-      __syncthreads();
-      const int lane = threadIdx.x % 32;
-#pragma unroll 2
-      for (int base = 0; base < n; base += kThreads) {
-        const int i = base + threadIdx.x;
-        const u64 rank = i < n ? list[i] : 0;
-        const bool keep = i < n && rank >= threshold;
-        const unsigned keeps = __ballot_sync(~0u, keep);
-        unsigned at = 0;
-        if (lane == 0 && keeps) at = atomicAdd(&state().kept, __popc(keeps));
-        at = __shfl_sync(~0u, at, 0) + __popc(keeps & ((1u << lane) - 1));
-        if (keep) put(at, rank);
-      }
+      finish_primary(list, n, leading, counted);
     }
     put_rest(count);
+  }
+
+  __device__ __noinline__ void finish_any(List list, int n, unsigned count) const {
+    const u64 threshold = n > (int)count ? refine(list, n, count) : 0;
+    if (request.order != kUnordered) put_ordered(list, n, threshold, count);
+    else put_unordered(list, n, [&](u64 rank) { return rank >= threshold; });
+  }
+
+  // The candidates that `keep` names, by one word a warp to the others.
+  template <class Keep>
+  __device__ __forceinline__ void put_unordered(List list, int n, Keep keep) const {
+    if (threadIdx.x == 0) state().kept = 0;
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    unsigned total = 0;
+#pragma unroll 1
+    for (int base = 0; base < n; base += kThreads) {
+      const int i = base + threadIdx.x;
+      total += __popc(__ballot_sync(~0u, i < n && keep(list[i])));
+    }
+    unsigned at = 0;
+    if (lane == 0) at = atomicAdd(&state().kept, total);
+    at = __shfl_sync(~0u, at, 0);
+#pragma unroll 1
+    for (int base = 0; base < n; base += kThreads) {
+      const int i = base + threadIdx.x;
+      const u64 rank = i < n ? list[i] : 0;
+      const bool mine = i < n && keep(rank);
+      const unsigned keeps = __ballot_sync(~0u, mine);
+      if (mine) put(at + __popc(keeps & ((1u << lane) - 1)), rank);
+      at += __popc(keeps);
+    }
+  }
+
+  // More than K candidates in any order: those in the bins above that of the K-th, and of its bin those that
+  // all pairs say.
+  __device__ __forceinline__ void finish_primary(List list, int n, Leading leading, bool counted) const {
+    if (!counted) {
+      clear(buckets());
+      __syncthreads();
+#pragma unroll 1
+      for (int i = threadIdx.x; i < n; i += kThreads) atomicAdd(&buckets()[leading.bin(key_in(list[i]))], 1);
+      __syncthreads();
+    }
+    if (threadIdx.x == 0) state().kept = 0, state().slots = 0;
+    find_bins(1, k(), 0);
+    const Found found = state().found[0];
+    // Too much in one bin, or beyond the last: by the whole range of the candidates.
+    if (found.count > kRanked || found.bin == kBins - 1) return finish_any(list, n, k());
+    const int lane = threadIdx.x % 32;
+    unsigned total = 0;
+#pragma unroll 1
+    for (int base = 0; base < n; base += kThreads) {
+      const int i = base + threadIdx.x;
+      unsigned bin = 0;
+      if (i < n) {
+        const u64 rank = list[i];
+        bin = leading.bin(key_in(rank));
+        if (bin == found.bin) state().ranked[atomicAdd(&state().slots, 1)] = rank;
+      }
+      total += __popc(__ballot_sync(~0u, i < n && bin > found.bin));
+    }
+    unsigned at = 0;
+    if (lane == 0) at = atomicAdd(&state().kept, total);
+    at = __shfl_sync(~0u, at, 0);
+    __syncthreads();
+#pragma unroll 1
+    for (int base = 0; base < n; base += kThreads) {
+      const int i = base + threadIdx.x;
+      const u64 rank = i < n ? list[i] : 0;
+      const bool mine = i < n && leading.bin(key_in(rank)) > found.bin;
+      const unsigned keeps = __ballot_sync(~0u, mine);
+      if (mine) put(at + __popc(keeps & ((1u << lane) - 1)), rank);
+      at += __popc(keeps);
+    }
+    const int m = found.count;
+    if (threadIdx.x < m) {
+      const u64 mine = state().ranked[threadIdx.x];
+      unsigned better = found.above;
+#pragma unroll 4
+      for (int other = 0; other < m; other++) better += state().ranked[other] > mine;
+      if (better < k()) put(better, mine);
+    }
   }
 
   // Bucket sort of the selected: by their bits, then within each bucket by comparing all pairs.
@@ -843,12 +1021,15 @@ struct Selector {
     __syncthreads();
     unsigned* offsets = histogram();
     const FromTop mine(buckets());
+    __syncthreads();
     bool crowded = false;
-    unsigned before = mine.before;
+    if (threadIdx.x < kScanning) {
+      unsigned before = mine.before();
 #pragma unroll
-    for (int i = 0; i < FromTop::kOwn; i++) {
-      offsets[mine.top - i] = before, before += mine.own[i];
-      crowded |= mine.own[i] > kCrowd;
+      for (int i = 0; i < FromTop::kOwn; i++) {
+        offsets[mine.top - i] = before, before += mine.own[i];
+        crowded |= mine.own[i] > kCrowd;
+      }
     }
     crowded = __syncthreads_or(crowded);
 #pragma unroll 2
@@ -913,6 +1094,7 @@ struct Selector {
 // What every block begins with. With a barrier.
 __device__ __forceinline__ void begin() {
   clear(histogram());
+  clear(buckets());
   if (threadIdx.x == 0) {
     state().count = 0, state().inbox = 0;
     state().counters = state().gathered = RouteCounters{0, 0, 0, 0};
@@ -924,7 +1106,7 @@ __device__ __forceinline__ void begin() {
 template <class T>
 __device__ __forceinline__ void prefetch(const Request& request, long long row, int rank, int blocks) {
   constexpr int kLine = 128 / sizeof(T);
-  const int each = (request.width + blocks - 1) / blocks;
+  const int each = (request.width + blocks - 1) >> log_of(blocks);
   const int at = rank * each + threadIdx.x * kLine;
   if (threadIdx.x * kLine < each && at < request.width) {
     const T* line = static_cast<const T*>(request.scores) + row * request.pitch + at;

@@ -1,12 +1,16 @@
-// Blocks of 512 threads, three to a multiprocessor: while one refines, others stream.
 constexpr int kThreads = 512;
 #include "block.cuh"
 #include "split.cuh"
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) select_block(const __grid_constant__ Request request) {
+// Two blocks to a multiprocessor: while one refines, the other streams.
+extern "C" __global__ void __launch_bounds__(kThreads, 2) select_block(const __grid_constant__ Request request) {
   select_block<float, false>(request);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2) select_split(const __grid_constant__ Request request) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) select_row_local(const __grid_constant__ Request request) {
+  select_block<float, true>(request);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) select_split(const __grid_constant__ Request request) {
   select_split<float>(request);
 }

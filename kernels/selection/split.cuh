@@ -15,8 +15,8 @@ static_assert(sizeof(Segment) == 64 + 8 * kSlack, "src/selection/plan.rs gives a
 template <class T>
 __device__ void select_split(const Request& request) {
   __shared__ bool last;
-  const int blocks = request.blocks, rank = blockIdx.x % blocks;
-  const long long row = blockIdx.x / blocks;
+  const int blocks = request.blocks, rank = blockIdx.x & (blocks - 1);
+  const long long row = blockIdx.x >> log_of(blocks);
   prefetch<T>(request, row, rank, blocks);
   const int start = request.start.of(row, request.width, 0);
   const int end = request.end.of(row, request.width, request.width);
@@ -28,7 +28,7 @@ __device__ void select_split(const Request& request) {
     return;
   }
 
-  typename Selector<T>::Proposal proposal = {0, 0};
+  typename Selector<T>::Proposal proposal = {0, 0, {0, 0}};
   const Slice slice(selector.scores, rank, blocks);
   int route = kDirect;
   if (length <= request.capacity) {
@@ -36,8 +36,8 @@ __device__ void select_split(const Request& request) {
   } else {
     Vector<T> held[kDepth];
     selector.load(held, slice, slice.begin + threadIdx.x);
-    proposal = selector.propose([&](auto f) { return selector.for_each_sampled(f); });
-    selector.template collect_primary<true>(slice, proposal.primary, held);
+    proposal = selector.propose(selector.sample_size(), [&](auto f) { selector.for_each_sampled(f); });
+    selector.template collect_primary<true>(slice, proposal, held);
     if (proposal.primary > kNegInfinityKey && request.stride > 1) route = kPrimary;
   }
   unsigned count = state().count;
@@ -90,5 +90,5 @@ __device__ void select_split(const Request& request) {
   if (total < request.k && length > request.capacity) {
     route = selector.recover(Slice(selector.scores, 0, 1), proposal);
   }
-  selector.finish(own_list(), state().count, route);
+  selector.finish(own_list(), state().count, route, proposal.leading, false);
 }

@@ -92,17 +92,11 @@ pub(crate) const SAMPLE: Family = Family {
         module!(SM90_BF16_SAMPLE),
     ],
 };
-/// Selection by one block a row, and by several that meet in the workspace.
+/// Selection by one block a row, in two forms, and by several that meet in the workspace.
 pub(crate) const SELECT: [Module; 3] = [
     module!(SM80_F32_SELECT),
     module!(SM80_F16_SELECT),
     module!(SM80_BF16_SELECT),
-];
-/// Selection by one wide block a row.
-pub(crate) const SELECT_ROW_LOCAL: [Module; 3] = [
-    module!(SM80_F32_SELECT_ROW_LOCAL),
-    module!(SM80_F16_SELECT_ROW_LOCAL),
-    module!(SM80_BF16_SELECT_ROW_LOCAL),
 ];
 /// Selection by a cluster a row.
 pub(crate) const SELECT_CLUSTER: [Module; 3] = [

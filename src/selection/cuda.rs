@@ -1,14 +1,13 @@
 //! The CUDA backend: one launch of `kernels/selection`, as planned.
 
 use super::buffers::Workspace;
-use super::plan::{DeviceProps, Mapping, View};
+use super::plan::{DeviceProps, Mapping, View, THREADS};
 use super::rows::Rows;
 use super::topk::{BoundsOf, Order, TopK};
 use super::OP;
 use crate::buffer::{Buffer, DeviceBuffer};
 use crate::cuda::{
     arg, forced_sm80, of_dtype, runs_sm90, Addresses, Kernel, Teams, SELECT, SELECT_CLUSTER,
-    SELECT_ROW_LOCAL,
 };
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
@@ -73,7 +72,7 @@ fn kernel(device: &CudaDevice, dtype: DType, mapping: Mapping, shared: usize) ->
     let (modules, name) = match mapping {
         Mapping::Block => (SELECT, "select_block"),
         Mapping::Split(_) => (SELECT, "select_split"),
-        Mapping::RowLocal => (SELECT_ROW_LOCAL, "select_row_local"),
+        Mapping::RowLocal => (SELECT, "select_row_local"),
         Mapping::Cluster(_) => (SELECT_CLUSTER, "select_cluster"),
     };
     let kernel = of_dtype(&modules, dtype).kernel(device, name, shared as u32)?;
@@ -200,7 +199,7 @@ fn launch(
     let teams = Teams {
         rows: teams,
         blocks: of_cluster,
-        threads: plan.mapping.threads(),
+        threads: THREADS,
         shared_bytes: plan.shared_bytes as u32,
     };
     // SAFETY: `Rows` has checked that every row lies in the scores, `check_bound` that each has a

@@ -42,16 +42,16 @@ impl DeviceProps {
 /// How rows are laid on blocks: section 4.5 and 5.5 of the paper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Mapping {
-    /// One block of 512 threads a row, several to a multiprocessor: while one refines, others
-    /// stream. For many rows.
+    /// One block a row, two to a multiprocessor: while one refines, the other streams. For many rows.
     Block,
-    /// One block of 1024 threads a row, which reads a short row once, into registers, and samples it
-    /// there. For rows of up to 16,384 F32 scores, or 32,768 of the others.
+    /// One block a row, alone on its multiprocessor. Rows of up to 8,192 F32 scores,
+    /// or 16,384 of the others, are read once, into registers, and sampled there. For up to as many
+    /// rows as the device has multiprocessors.
     RowLocal,
-    /// A few blocks a row, 2, 4, 8 or 16 of 512 threads, that meet in the workspace; the last to
+    /// A few blocks a row, 2, 4, 8 or 16, that meet in the workspace; the last to
     /// arrive refines. On any device.
     Split(u32),
-    /// A cluster of 2, 4, 8 or 16 blocks of 1024 threads a row, that meet in the first one's shared
+    /// A cluster of 2, 4, 8 or 16 blocks a row, that meet in the first one's shared
     /// memory. On devices of compute capability 9.0.
     Cluster(u32),
 }
@@ -64,21 +64,13 @@ impl Mapping {
             Self::Split(blocks) | Self::Cluster(blocks) => blocks,
         }
     }
-
-    /// Threads of a block: `kThreads` in the kernel's file.
-    pub fn threads(self) -> u32 {
-        match self {
-            Self::Block | Self::Split(_) => 512,
-            Self::RowLocal | Self::Cluster(_) => 1024,
-        }
-    }
 }
 
 /// Which scores of a row propose its cutoff.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum View {
-    /// One 16-byte vector from each group of as many vectors as the stride says, its place in the
-    /// group a hash of row and group: no period of the scores can lock onto it.
+    /// 32 adjacent bytes from each group of as many times 32 as the stride says, their place in the
+    /// group a hash of row and group: no period of the scores can lock onto them.
     #[default]
     Jittered,
     /// Every stride-th score from an offset that depends on the row: section 4.2 of the paper.
@@ -178,6 +170,9 @@ impl fmt::Display for Plan {
     }
 }
 
+/// Threads of a block: `kThreads` in the kernels' files.
+#[cfg(feature = "cuda")]
+pub(super) const THREADS: u32 = 512;
 /// Candidates beyond K that fit on chip: at least a vector of 8 for each of 512 threads, so that
 /// after the cutoff is raised one more always fits.
 const SLACK: usize = 4096;
@@ -284,60 +279,68 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
         Mapping::Split(_) | Mapping::Cluster(_) => {
             bail!("{OP}: {blocks} blocks a row are planned, 2, 4, 8 or 16 are accepted")
         }
-        Mapping::RowLocal if request.n > resident(request.dtype) => bail!(
-            "{OP}: rows are {} wide, up to {} {:?} scores are held in registers",
-            request.n,
-            resident(request.dtype),
-            request.dtype
-        ),
         Mapping::Block | Mapping::RowLocal => Ok(mapping),
     }
 }
 
-/// The widest row that a block of 1024 threads holds in registers, four vectors a thread, wherever
-/// it starts.
-fn resident(dtype: DType) -> usize {
-    4 * 1024 * 16 / dtype.size_in_bytes()
-}
-
-// What follows was measured on an H200 (benches/selection.rs).
+// What follows was measured on an H200 (benches/selection.rs; f32, K = 2048, raised ends; us):
+//
+// |   M |    N | mapping                          |       |
+// |-----|------|----------------------------------|-------|
+// |   1 | 128K | cluster of 16                    |  19.9 |
+// |   1 | 128K | cluster of 8                     |  20.1 |
+// |   8 | 128K | cluster of 16: not all at once   |  31.8 |
+// |   8 | 128K | cluster of 8                     |  20.8 |
+// |  64 | 128K | cluster of 4: two rounds         |  53.9 |
+// |  64 | 128K | cluster of 2                     |  32.1 |
+// | 128 | 128K | cluster of 2: two rounds         |  57.6 |
+// | 128 | 128K | block a row, alone               |  35.1 |
+// | 128 | 128K | block a row, room for two        |  48.6 |
+// | 512 | 128K | block a row, two at once, s = 64 |  97.6 |
+// | 512 | 128K | the same, s = 128                | 138.3 |
+//
+// (All but the lines of two blocks at once with blocks of 1,024 threads, which took longer than those
+// of 512 do since: to be measured again.)
+//
+// So all blocks of a launch run at once, one to a multiprocessor, as long as there are so few; a
+// sample of 1/128 of a row of 128K proposes so loosely that some lists overflow.
 
 /// The shortest part of a row that is worth a block of its own.
 const SLICE: usize = 8192;
 
 fn mapping(request: &PlanRequest) -> Mapping {
-    let PlanRequest {
-        m,
-        n,
-        dtype,
-        device,
-        ..
-    } = *request;
-    let clusters = device.cluster > 0 && device.capability == (9, 0);
-    // As many blocks as the device runs at once, of half the threads it has room for.
-    let room = 2 * device.multiprocessors / m.max(1);
-    let blocks = [16, 8, 4, 2]
-        .into_iter()
-        .find(|&blocks| blocks <= room && blocks * SLICE <= n.next_power_of_two());
-    match blocks {
-        Some(blocks) if clusters => Mapping::Cluster(blocks.min(device.cluster) as u32),
-        Some(blocks) => Mapping::Split(blocks as u32),
-        None if m <= device.multiprocessors && n <= resident(dtype) => Mapping::RowLocal,
-        None => Mapping::Block,
+    let PlanRequest { m, n, device, .. } = *request;
+    let slices = |blocks: &usize| blocks * SLICE <= n.next_power_of_two();
+    if device.cluster > 0 && device.capability == (9, 0) {
+        // A block takes a multiprocessor. Clusters of 16 fit into few places.
+        let blocks = match m {
+            0..=4 => &[16, 8, 4, 2][..],
+            _ => &[8, 4, 2],
+        };
+        let fits = |blocks: &usize| blocks * m <= device.multiprocessors && slices(blocks);
+        if let Some(blocks) = blocks.iter().copied().find(fits) {
+            return Mapping::Cluster(blocks.min(device.cluster) as u32);
+        }
+    } else {
+        let fits = |blocks: &usize| blocks * m <= split_blocks(&device) && slices(blocks);
+        if let Some(blocks) = [16, 8, 4, 2].into_iter().find(fits) {
+            return Mapping::Split(blocks as u32);
+        }
+    }
+    match m <= device.multiprocessors {
+        true => Mapping::RowLocal,
+        false => Mapping::Block,
     }
 }
 
 fn stride(mapping: Mapping, n: usize, dtype: DType) -> u32 {
-    match mapping {
+    match (mapping, n) {
         // One score of each vector in the registers.
-        Mapping::RowLocal => 16 / dtype.size_in_bytes() as u32,
-        Mapping::Block if n >= 1 << 17 => 64,
-        _ => match n {
-            0..=16_384 => 8,
-            16_385..=65_536 => 16,
-            65_537..=262_144 => 32,
-            _ => 64,
-        },
+        (Mapping::RowLocal, 0..=8192) => 16 / dtype.size_in_bytes() as u32,
+        (_, 0..=16_384) => 8,
+        (_, 16_385..=65_536) => 16,
+        (Mapping::Cluster(8..), 65_537..=262_144) => 32,
+        _ => 64,
     }
 }
 
@@ -406,7 +409,8 @@ mod tests {
             |m, n| Ok::<_, candle_core::Error>(plan(&request(m, n, DeviceProps::H200))?.mapping);
         assert_eq!(h200(1, 8192)?, Mapping::RowLocal);
         assert_eq!(h200(1, 131_072)?, Mapping::Cluster(16));
-        assert_eq!(h200(64, 131_072)?, Mapping::Cluster(4));
+        assert_eq!(h200(64, 131_072)?, Mapping::Cluster(2));
+        assert_eq!(h200(128, 131_072)?, Mapping::RowLocal);
         assert_eq!(h200(512, 131_072)?, Mapping::Block);
         let a100 = plan(&request(1, 131_072, DeviceProps::A100))?;
         assert_eq!(a100.mapping, Mapping::Split(16));
@@ -440,7 +444,6 @@ mod tests {
         };
         assert!(refused(mapping(Mapping::Split(3))).contains("3 blocks"));
         assert!(refused(mapping(Mapping::Cluster(32))).contains("32"));
-        assert!(refused(mapping(Mapping::RowLocal)).contains("16384"));
         assert!(refused(Overrides {
             stride: Some(48),
             ..Overrides::default()
