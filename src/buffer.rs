@@ -68,6 +68,14 @@ impl<T: Element> Buffer<T> {
         Ok(Tensor::from((storage, shape.into())))
     }
 
+    /// What lies on the CPU, for reading.
+    pub fn as_cpu(&self) -> &[T] {
+        match self {
+            Self::Cpu(data) => data,
+            Self::Cuda(_) => unreachable!("buffers lie where the op's input does"),
+        }
+    }
+
     pub fn on_cpu(&mut self) -> &mut [T] {
         match self {
             Self::Cpu(data) => data,

@@ -14,6 +14,9 @@
 //! [`selection`] has the exact top-K of ragged score rows, for sparse attention: positions instead
 //! of tokens.
 //!
+//! [`attention`] is DeepSeek Sparse Attention on top of it: indexer scores, attention over the
+//! positions selected, and the layer of DeepSeek-V3.2 and GLM-5.
+//!
 //! # Features
 //!
 //! | feature | what it adds |
@@ -26,6 +29,7 @@
 #![deny(missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]
 
+pub mod attention;
 mod buffer;
 #[cfg(feature = "cuda")]
 pub mod cuda;

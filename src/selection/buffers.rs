@@ -155,6 +155,16 @@ impl SelectionBuffers {
         self.k
     }
 
+    /// The positions `[rows, K]`, for an op that reads them where they lie.
+    pub(crate) fn positions(&self) -> &Buffer<u32> {
+        &self.positions
+    }
+
+    /// Where the buffers lie.
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// What all rows hold: a copy on the device.
     ///
     /// # Errors

@@ -2,7 +2,9 @@
 
 #![allow(dead_code)] // Each test binary uses its part.
 
+pub mod attention;
 pub mod cases;
+pub mod dsa;
 pub mod into;
 pub mod machine;
 pub mod processor;
