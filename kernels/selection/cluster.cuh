@@ -65,7 +65,10 @@ struct Team {
       const unsigned raised = state().counters.raised;
       sync();
       selector.collect(slice, low, high);
-      *total = send(state().counters.raised != raised);
+      const bool reordered = state().counters.raised != raised;
+      // Sending clears the counters.
+      __syncthreads();
+      *total = send(reordered);
     };
     unsigned low = proposal.primary;
     int route = kPrimary;
