@@ -99,6 +99,7 @@ struct Request {
   int order, band, fixed_stride;
   int blocks;  // of a row
 };
+static_assert(sizeof(Bound) == 24 && sizeof(Request) == 144, "src/selection/cuda.rs passes as much");
 
 // How a row's set was found: `RowRoute` in src/selection/buffers.rs. The first thread counts.
 struct RouteCounters {

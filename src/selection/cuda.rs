@@ -49,6 +49,11 @@ struct Request {
     blocks: i32,
 }
 
+const _: () = assert!(
+    size_of::<Bound>() == 24 && size_of::<Request>() == 144,
+    "the kernels take as much"
+);
+
 // SAFETY: plain old data, laid out as the kernels' struct of the same name.
 unsafe impl DeviceRepr for Request {}
 

@@ -176,6 +176,10 @@ pub(super) const THREADS: u32 = 512;
 /// Candidates beyond K that fit on chip: at least a vector of 8 for each of 512 threads, so that
 /// after the cutoff is raised one more always fits.
 const SLACK: usize = 4096;
+const _: () = assert!(
+    MAX_K <= SLACK,
+    "a list that is cut down to K fits in what one block hands to another"
+);
 /// Bins of the histograms: `kBins` in `kernels/selection/select.cuh`.
 const BINS: usize = 2048;
 
