@@ -63,13 +63,22 @@ pub(super) fn device_props(device: &CudaDevice) -> Result<DeviceProps> {
     let context = stream.context();
     let attribute = |attribute| context.attribute(attribute).w();
     let clusters = runs_sm90(device)? && !forced_sm80();
+    let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+    // A cluster lies in one of up to 8 groups of multiprocessors, which have an even number each: with
+    // more than 14 a group on average, one has room for 16 blocks. A part of a device, or a device with
+    // fewer, may have no such group, and a launch would fail.
+    let large = multiprocessors > 8 * 14;
     Ok(DeviceProps {
-        multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
+        multiprocessors,
         capability: context.compute_capability().w()?,
         shared_per_block: attribute(
             Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
         )? as usize,
-        cluster: if clusters { 16 } else { 0 },
+        cluster: match (clusters, large) {
+            (true, true) => 16,
+            (true, false) => 8,
+            (false, _) => 0,
+        },
     })
 }
 
