@@ -1,7 +1,7 @@
 //! All that touches the driver: the kernels' modules and their loading.
 //!
 //! Kernels are loaded when they are first used. The driver then compiles them, which takes it a
-//! second or two, and keeps the result on disk for later processes; and a kernel cannot be loaded
+//! few seconds, and keeps the result on disk for later processes; and a kernel cannot be loaded
 //! while a CUDA graph is captured. [`preload`] loads them ahead of time.
 
 use candle_core::cuda_backend::cudarc::driver::sys::{
