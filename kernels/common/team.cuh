@@ -8,6 +8,7 @@
 #include <cooperative_groups.h>
 
 #include "block.cuh"
+#include "cluster.cuh"
 
 template <int C>
 struct Team {
@@ -21,10 +22,7 @@ struct Team {
   // A barrier for all threads of the team, ordering their shared memory.
   static __device__ __forceinline__ void sync() { cooperative_groups::this_cluster().sync(); }
   // The first barrier in two halves: nothing may be sent to a member before it runs.
-  static __device__ __forceinline__ void arrive() {
-    __syncwarp();  // `aligned`: all threads of a warp are to execute it together.
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-  }
+  static __device__ __forceinline__ void arrive() { cluster_arrive_relaxed(); }
   static __device__ __forceinline__ void wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
   }

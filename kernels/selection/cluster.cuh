@@ -156,7 +156,6 @@ __device__ void select_cluster(const Request& request) {
   if (total < request.k && length > request.capacity) route = team.recover(slice, proposal, &total);
   if (total > request.capacity) total = team.merge();
   // The leader's memory is read no more; the others' neither.
-  __syncwarp();
   cluster_arrive_relaxed();
   if (rank == 0) selector.finish(team.received, total, route, proposal.leading, false);
   __syncwarp();
