@@ -1,35 +1,31 @@
 //! Memory at fixed addresses, for the forms of the ops that allocate nothing.
 
-use super::cuda;
-use crate::buffer::Buffer;
 use crate::selection::{self, SelectionBuffers};
 use candle_core::{bail, DType, Device, Result, Tensor};
 
-/// The device memory in which blocks that share a row leave partial results, of attention and of
-/// selection. Any launch on its device fits; its size depends on the device alone.
+/// The memory that selection works in. Any call on its device fits; its size depends on the device
+/// alone.
 ///
 /// One serves any number of launches that follow each other.
 #[derive(Debug)]
 pub struct Workspace {
     device: Device,
     pub(super) selection: selection::Workspace,
-    #[allow(dead_code)] // Of the CUDA kernels.
-    pub(super) partials: Buffer<f32>,
 }
 
 impl Workspace {
     /// # Errors
     /// On a device other than the CPU.
     pub fn new(device: &Device) -> Result<Self> {
-        let bytes = match device {
-            Device::Cuda(device) => cuda::workspace_bytes(device)?,
-            _ => 0,
-        };
-        let zeros = vec![0.0; bytes / size_of::<f32>()];
+        if !device.is_cpu() {
+            bail!(
+                "attention workspace: the device is {:?}, the CPU is accepted",
+                device.location()
+            )
+        }
         Ok(Self {
             device: device.clone(),
             selection: selection::Workspace::new(device)?,
-            partials: Buffer::new("attention workspace", device, zeros)?,
         })
     }
 

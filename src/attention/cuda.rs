@@ -4,7 +4,7 @@ use super::buffers::Workspace;
 use super::indexer::{Rows, Scores};
 use super::keys::Lengths;
 use super::sparse::Attend;
-use candle_core::{bail, CudaDevice, CudaStorage, Layout, Result};
+use candle_core::{bail, CudaStorage, Layout, Result};
 
 fn missing<T>(op: &str) -> Result<T> {
     bail!("{op}: the tensors are on a CUDA device, CPU ones are accepted; move them with to_device")
@@ -54,9 +54,4 @@ pub(super) fn sparse_attention_into(
     _: &mut Workspace,
 ) -> Result<()> {
     missing("sparse_attention")
-}
-
-/// Bytes that any launch on this device finds enough for partial results.
-pub(super) fn workspace_bytes(_: &CudaDevice) -> Result<usize> {
-    missing("attention workspace")
 }
