@@ -106,15 +106,61 @@ constexpr int kSegments = 256;
 
 // The best of a row in order, found first in any order.
 constexpr int kTop = 128, kTopBins = 256;
-// Threads to an element.
-constexpr int kParts = kThreads / kTop;
 struct alignas(16) Top {
-  // An element's key, and its position's complement: the order as an integer.
-  u64 found[kTop], found_mass[kTop];
-  u64 ranked[kTop], mass[kTop];
+  struct alignas(16) Member {
+    // The key, and the position's complement: the order as an integer.
+    u64 order;
+    u64 mass;
+  };
+  Member found[kTop], ranked[kTop];
   Mass above[kTop];  // of everything before it in the order
   unsigned bins[kTopBins];
   unsigned slots;
+
+  // The mass of the first `count` of the order, at least 1.
+  __device__ __forceinline__ Mass first(unsigned count) const {
+    return above[count - 1] + Mass{ranked[count - 1].mass, 0};
+  }
+};
+
+// Sums of few masses, by halves: an addition each, without a carry.
+struct Halves {
+  u64 low = 0, high = 0;
+
+  // `times` is 0 or 1.
+  __device__ __forceinline__ void add(u64 mass, unsigned times) {
+    low += (u64)(unsigned)mass * times, high += (u64)(unsigned)(mass >> 32) * times;
+  }
+  __device__ __forceinline__ Mass sum() const { return Mass{low, 0} + Mass{high << 32, high >> 32}; }
+};
+
+// How threads share the comparisons of each of `count` elements, at most kTop, with all.
+struct Pairs {
+  unsigned parts, element, part;  // threads to an element; whose comparisons, and which
+  bool works;  // the same for all of a warp
+
+  __device__ __forceinline__ explicit Pairs(unsigned count) {
+    static_assert(kThreads >= kTop, "an element a thread at least");
+    // As many as there are for each of the least power of two of elements.
+    const unsigned log_parts = min(5, __ffs(kThreads) - 1 - (count > 1 ? 32 - __clz(count - 1) : 0));
+    parts = 1u << log_parts;
+    element = threadIdx.x >> log_parts, part = threadIdx.x & (parts - 1);
+    works = threadIdx.x / 32 * 32 >> log_parts < count;
+  }
+  // Of an element's threads.
+  __device__ __forceinline__ unsigned combine(unsigned x) const {
+#pragma unroll 1
+    for (unsigned lanes = parts >> 1; lanes > 0; lanes >>= 1) x += __shfl_xor_sync(~0u, x, lanes);
+    return x;
+  }
+  __device__ __forceinline__ Halves combine(Halves x) const {
+#pragma unroll 1
+    for (unsigned lanes = parts >> 1; lanes > 0; lanes >>= 1) {
+      const Halves its = shuffle_xor(x, lanes);
+      x.low += its.low, x.high += its.high;
+    }
+    return x;
+  }
 };
 
 // Dynamic shared memory: `shared_bytes` in src/sampling/cuda.rs. A member of a larger team collects
@@ -310,8 +356,9 @@ struct Kept {
   unsigned members;
   // How often the members have told each other what a pass has found, and sent what they gathered.
   unsigned rounds = 0, sendings = 0;
-  // Where the row is on chip, the greatest of what the thread has looked at.
-  float own_best;
+  // Where the row is on chip, the greatest of what the thread has looked at, and of the row: NaN if it
+  // holds one.
+  float own_best, row_best;
   // Whether a member may be read by another: it may not end then.
   mutable bool reads = false;
 
@@ -319,7 +366,10 @@ struct Kept {
   unsigned low, high;
   int gathered;
 
-  __device__ Kept(const Request& r, Shared<C>& shared)
+  // `meanwhile` is called by every thread before a barrier of the block, at a time when there is nothing
+  // else to do, or little.
+  template <class Meanwhile>
+  __device__ Kept(const Request& r, Shared<C>& shared, Meanwhile meanwhile)
       : row(static_cast<const T*>(r.logits) + row_index() * r.row_stride, r.vocab, Team<C>::rank(), Team<C>::log_size()),
         shared(shared),
         softmax(0.0f, 1.0f) {
@@ -331,6 +381,7 @@ struct Kept {
       limits = Truncation(r, row_index());
       row.prefetch();
       proposal = propose(sampled);
+      meanwhile();
     } else {
       if (threadIdx.x == 0) {
         for (int i = 0; i < 3; i++) mail(i).open();
@@ -341,10 +392,11 @@ struct Kept {
       Team<C>::wait();
       limits = Truncation(r, row_index());
       if (staged) {
-        proposal = propose_staged();
+        proposal = propose_staged(meanwhile);
       } else {
         row.prefetch();
         proposal.asks_sample = true;
+        meanwhile();
       }
     }
     find_cut(r.joint, proposal);
@@ -442,7 +494,7 @@ struct Kept {
     unsigned own = 0;
     if (members) {
       *count = members;
-      *mass = shared.top.above[members - 1] + Mass{shared.top.mass[members - 1], 0};
+      *mass = shared.top.first(members);
     } else if (on_chip()) {
 #pragma unroll 1
       for (int i = threadIdx.x; i < gathered; i += kThreads) {
@@ -557,7 +609,8 @@ struct Kept {
   }
 
   // Part 1 where the row is on chip: as the sample's, of parts of the row.
-  __device__ Proposal propose_staged() {
+  template <class Meanwhile>
+  __device__ __forceinline__ Proposal propose_staged(Meanwhile meanwhile) {
     constexpr int kGroups = 128;
     __shared__ alignas(16) unsigned maxima[kGroups];
     const int size = Team<C>::size(), lane = threadIdx.x % 32;
@@ -574,19 +627,25 @@ struct Kept {
     // As many lanes have a part, and a warp so many parts.
     const int lanes = kThreads * size / kGroups, log_groups = 5 + 7 - __ffs(kThreads) + 1 - Team<C>::log_size();
     const int groups = 1 << log_groups;
+    if (groups == 1) {
+      most = __reduce_max_sync(~0u, most);
+    } else {
 #pragma unroll 1
-    for (int d = lanes >> 1; d > 0; d >>= 1) most = max(most, __shfl_xor_sync(~0u, most, d));
-    most = __shfl_sync(~0u, most, (lane & (groups - 1)) * lanes);
+      for (int d = lanes >> 1; d > 0; d >>= 1) most = max(most, __shfl_xor_sync(~0u, most, d));
+      most = __shfl_sync(~0u, most, (lane & (groups - 1)) * lanes);
+    }
     if (threadIdx.x == 0) mail(0).expect(sizeof(maxima));
     if (lane < size * groups) {
       const int group = (Team<C>::rank() * kWarps + threadIdx.x / 32) * groups + (lane & (groups - 1));
       mail(0).send(&maxima[group], most, lane >> log_groups);
     }
+    meanwhile();
     mail(0).wait(0);
     const uint4 four = reinterpret_cast<const uint4*>(maxima)[lane];
     const unsigned best = __reduce_max_sync(~0u, max(max(four.x, four.y), max(four.z, four.w)));
+    row_best = best == ~0u ? CUDART_NAN_F : value_of(best);
     if (best == ~0u) return {0.0f, false, 0.0f, false, false};
-    const float reference = value_of(best);
+    const float reference = row_best;
     const auto above = [&](float threshold, bool guess) {
       return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference, guess, false};
     };
@@ -612,7 +671,8 @@ struct Kept {
 #pragma unroll
     for (int d = kShare / 2; d > 0; d /= 2) before += __shfl_xor_sync(~0u, before, d);
     // The least that fewer than nth are above: equal ones are below each other.
-    if (before < nth) atomicMin(&nth_greatest(), mine);
+    const unsigned least = __reduce_min_sync(~0u, before < nth ? mine : ~0u);
+    if (lane == 0) atomicMin(&nth_greatest(), least);
     __syncthreads();
     return above(value_of(nth_greatest()), true);
   }
@@ -827,11 +887,15 @@ struct Kept {
     const auto combine = [](Part a, Part b) {
       return Part{max_or_nan(a.best, b.best), a.sum + b.sum};
     };
-    part = warp_reduce(part, combine);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
+    // Of what is on chip the greatest is known.
+    const bool known = C > 1 && row.staged, combines = !known || sums_weights;
+    if (combines) {
+      part = warp_reduce(part, combine);
+      if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
+    }
     __syncthreads();
     unsigned total = slots;
-    if (C == 1 || threadIdx.x < 32) part = warp_reduce<kWarps>(parts[threadIdx.x % kWarps], combine);
+    if (combines && (C == 1 || threadIdx.x < 32)) part = warp_reduce<kWarps>(parts[threadIdx.x % kWarps], combine);
     if constexpr (C > 1) {
       // Each tells all what it has found, with the first few elements. Where all are few, nothing more
       // is sent.
@@ -852,8 +916,11 @@ struct Kept {
       }
       mail(1).wait(rounds++);
       const uint4 said = lane < size ? heard[lane] : uint4{__float_as_uint(-CUDART_INF_F), 0, 0, 0};
-      part = warp_reduce<C>(Part{__uint_as_float(said.x), __uint_as_float(said.y)}, combine);
-      part.best = __shfl_sync(~0u, part.best, 0), part.sum = __shfl_sync(~0u, part.sum, 0);
+      if (combines) {
+        part = warp_reduce<C>(Part{__uint_as_float(said.x), __uint_as_float(said.y)}, combine);
+        part.best = __shfl_sync(~0u, part.best, 0), part.sum = __shfl_sync(~0u, part.sum, 0);
+      }
+      if (known) part.best = row_best;
       total = __reduce_add_sync(~0u, said.z);
       if (__reduce_max_sync(~0u, said.z) <= kFew) {
         const unsigned place = __reduce_add_sync(~0u, lane < warp ? said.z : 0);
@@ -978,8 +1045,7 @@ struct Kept {
       const u64 mass = mass_of_few(softmax, value_of(key));
       if (key >= edge) {
         const unsigned slot = count == gathered ? i : atomicAdd(&top.slots, 1u);
-        top.found[slot] = (u64)key << 32 | ~shared.gathered.positions[i];
-        top.found_mass[slot] = mass;
+        top.found[slot] = {(u64)key << 32 | ~shared.gathered.positions[i], mass};
       } else {
         others = others + Mass{mass, 0};
       }
@@ -987,31 +1053,39 @@ struct Kept {
     if (refers) others = block_sum<Weight>(others);
     __syncthreads();
     count_step();
-    // A part of the comparisons of an element each.
-    const unsigned element = threadIdx.x / kParts, part = threadIdx.x % kParts;
-    if (threadIdx.x / 32 * 32 < count * kParts) {
-      const u64 mine = element < count ? top.found[element] : ~0ull;
+    // The rank of each, and the mass of what is above it.
+    const Pairs pairs(count);
+    if (pairs.works) {
+      const bool exists = pairs.element < count;
+      const Top::Member mine = top.found[exists ? pairs.element : 0];
       unsigned rank = 0;
+      Halves above;
 #pragma unroll 4
-      for (unsigned other = part; other < count; other += kParts) rank += top.found[other] > mine;
-      rank = warp_reduce<kParts>(rank, AddSums());
-      if (element < count && part == 0) top.ranked[rank] = mine, top.mass[rank] = top.found_mass[element];
+      for (unsigned other = pairs.part; other < count; other += pairs.parts) {
+        const Top::Member its = top.found[other];
+        const unsigned greater = its.order > mine.order;
+        rank += greater, above.add(its.mass, greater);
+      }
+      rank = pairs.combine(rank), above = pairs.combine(above);
+      if (exists && pairs.part == 0) top.ranked[rank] = mine, top.above[rank] = above.sum();
     }
     __syncthreads();
-    if (threadIdx.x < 32) {
-      add_up(count);
-      decide(&verdict, joint, count, limited, complete, passed, reference, others, nullptr);
-    }
-    __syncthreads();
-    if (verdict.wants_exact) {
-      const Mass whole = mass_above(kNegInfinityKey);
-      if (threadIdx.x < 32) decide(&verdict, joint, count, limited, complete, passed, reference, others, &whole);
+    if (limited && !(limits.top_p < 1.0f) && !(limits.min_p > 0.0f)) {
+      members = min(limits.top_k, count);
+    } else {
+      if (threadIdx.x < 32) decide(&verdict, joint, count, limited, complete, passed, reference, others, nullptr);
       __syncthreads();
+      if (verdict.wants_exact) {
+        const Mass whole = mass_above(kNegInfinityKey);
+        if (threadIdx.x < 32) decide(&verdict, joint, count, limited, complete, passed, reference, others, &whole);
+        __syncthreads();
+      }
+      if (!verdict.closed) return false;
+      members = verdict.kept;
     }
-    if (!verdict.closed) return false;
-    members = verdict.kept;
-    cut_key = top.ranked[members - 1] >> 32, cut_end = ~(unsigned)top.ranked[members - 1] + 1;
-    best_position = ~(unsigned)top.ranked[0];
+    const u64 last = top.ranked[members - 1].order;
+    cut_key = last >> 32, cut_end = ~(unsigned)last + 1;
+    best_position = ~(unsigned)top.ranked[0].order;
     return true;
   }
 
@@ -1020,31 +1094,6 @@ struct Kept {
     unsigned kept;
     bool closed, wants_exact;
   };
-
-  // By one warp: the mass before each of the ranked.
-  __device__ __forceinline__ void add_up(unsigned count) const {
-    Top& top = shared.top;
-    constexpr int kEach = kTop / 32;
-    const unsigned lane = threadIdx.x % 32;
-    Mass before[kEach], sum = {0, 0};
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const unsigned at = lane * kEach + i;
-      before[i] = sum, sum = sum + Mass{at < count ? top.mass[at] : 0, 0};
-    }
-    Mass inclusive = sum;
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      const Mass below = shuffle_up(inclusive, lanes);
-      if (lane >= lanes) inclusive = inclusive + below;
-    }
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const unsigned at = lane * kEach + i;
-      if (at < count) top.above[at] = inclusive - sum + before[i];
-    }
-    __syncwarp();
-  }
 
   // By one warp.
   __device__ __forceinline__ void decide(Verdict* verdict, int joint, unsigned count, bool limited,
@@ -1065,23 +1114,24 @@ struct Kept {
     const auto reached = [&](Mass target) {
       return how_many([&](unsigned at) { return top.above[at] < target; });
     };
-    const auto up_to = [&](unsigned r) { return top.above[r - 1] + Mass{top.mass[r - 1], 0}; };
     unsigned kept = limited ? min(limits.top_k, count) : count;
     bool closed = limited || complete, wants_exact = false;
     if (limits.top_p < 1.0f && limits.top_k != 1) {
       Mass least, most;
       bool bounded = true;
       if (exact) least = most = *exact;
-      else if (limited && !joint) least = most = up_to(kept);
-      else if (complete) least = most = up_to(count);
-      else bounded = bounds(passed, reference, up_to(count) + others, &least, &most);
+      else if (limited && !joint) least = most = top.first(kept);
+      else if (complete) least = most = top.first(count);
+      else bounded = bounds(passed, reference, top.first(count) + others, &least, &most);
       if (!bounded) {
         wants_exact = true;
       } else {
-        const Mass target = nucleus(limits.top_p, most);
+        // Both at once, by one lane each.
+        const Mass either = nucleus(limits.top_p, lane == 0 ? most : least);
+        const Mass target = shuffle(either, 0);
         const unsigned ends = reached(target);
-        const bool same = !(least < most) || min(kept, reached(nucleus(limits.top_p, least))) == min(kept, ends);
-        if (!closed && up_to(count) < target) {
+        const bool same = !(least < most) || min(kept, reached(shuffle(either, 1))) == min(kept, ends);
+        if (!closed && top.first(count) < target) {
           // Beyond the edge, or so close to it that only the exact sum tells.
           kept = 0;
         } else {
@@ -1093,7 +1143,7 @@ struct Kept {
     if (limits.min_p > 0.0f && kept > 1) {
       const double bound = log((double)limits.min_p);
       const unsigned ends =
-          how_many([&](unsigned at) { return (double)softmax.exponent(value_of(top.ranked[at] >> 32)) >= bound; });
+          how_many([&](unsigned at) { return (double)softmax.exponent(value_of(top.ranked[at].order >> 32)) >= bound; });
       closed |= ends < count;
       kept = min(kept, ends);
     }
