@@ -146,37 +146,49 @@ struct Row {
     }
   }
 
-  // f(vector, position of its first element) for every vector of the slice once. Each thread has
-  // kDepth loads in flight, and sends for the next before it looks at what has come.
+  // f(vectors, index of the first) for tiles of the slice's whole vectors: a tile's are `blockDim.x`
+  // apart, and -inf beyond the last. Each thread has a tile of loads in flight while it looks at the one
+  // before.
   template <int kDepth, class F>
-  __device__ __forceinline__ void for_each_vector(F f) const {
+  __device__ __forceinline__ void for_each_tile(F f) const {
     const int whole = (shift + size) / kWidth;
     const int from = begin == 0 && shift > 0 ? 1 : begin, to = min(end, whole);
     const int stride = blockDim.x;
-    const auto load_tile = [&](Vector<T>(&v)[kDepth], int j) {
+    Vector<T> nothing;
 #pragma unroll
-      for (int d = 0; d < kDepth; d++) {
-        if (j + d * stride < to) v[d] = load_inside(j + d * stride);
-      }
-    };
+    for (int w = 0; w < kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
     int j = from + threadIdx.x;
     Vector<T> v[kDepth];
-    load_tile(v, j);
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+      if (j + d * stride < to) v[d] = load_inside(j + d * stride);
+    }
 #pragma unroll 1
-    for (; j < to; j += kDepth * stride) {
+    while (j < to) {
+      const int ahead = j + kDepth * stride;
       Vector<T> next[kDepth];
-      load_tile(next, j + kDepth * stride);
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {
-        if (j + d * stride < to) f(v[d], first(j + d * stride));
+        if (ahead + d * stride < to) next[d] = load_inside(ahead + d * stride);
       }
+      if (ahead - stride >= to) {
+#pragma unroll
+        for (int d = 1; d < kDepth; d++) {
+          if (j + d * stride >= to) v[d] = nothing;
+        }
+      }
+      f(v, j);
 #pragma unroll
       for (int d = 0; d < kDepth; d++) v[d] = next[d];
+      j = ahead;
     }
-    // The first and the last, where they stick out.
-    const int at = threadIdx.x == 0 ? begin : end - 1;
-    const bool sticks_out = first(at) < 0 || at == whole;
-    if (threadIdx.x < (end - begin > 1 ? 2 : end - begin) && sticks_out) f(load(at), first(at));
+  }
+
+  // Whether the thread is to look at one of the slice's vectors that stick out: the first and the last
+  // may.
+  __device__ __forceinline__ bool has_edge(int* at) const {
+    *at = threadIdx.x == 0 ? begin : end - 1;
+    return threadIdx.x < (end - begin > 1 ? 2 : end - begin) && (first(*at) < 0 || first(*at) + kWidth > size);
   }
 
   // f(logit, position) for every element of the slice once, and with -inf for the few positions

@@ -793,17 +793,23 @@ struct Kept {
     if (slot < kCandidates) slice->keys[slot] = key_of(x), slice->positions[slot] = position;
   }
 
-  // A f32 sum of weights.
+  // A f32 sum of the weights below a threshold: 2^(x scale - origin).
   struct Sum {
     float sum = 0.0f, carry = 0.0f;
 
-    __device__ __forceinline__ void add(const Vector<T>& v, float threshold, float reference, float scale) {
+    template <int kDepth>
+    __device__ __forceinline__ void add(const Vector<T>(&v)[kDepth], float threshold, float scale, float origin) {
       float weights[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-      for (int w = 0; w < Row<T>::kWidth; w++) {
-        const float x = widen(v.at[w]);
-        const float weight = exp2_approx((x - reference) * scale);
-        weights[w % 4] += x < threshold ? weight : 0.0f;
+      for (int d = 0; d < kDepth; d++) {
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) {
+          const float x = widen(v[d].at[w]);
+          const float weight = exp2_approx(__fmaf_rn(x, scale, -origin));
+          asm("{\n.reg .pred below;\nsetp.lt.f32 below, %1, %2;\n@below add.f32 %0, %0, %3;\n}"
+              : "+f"(weights[w % 4])
+              : "f"(x), "f"(threshold), "f"(weight));
+        }
       }
       // With the rounding of each sum carried into the next (Kahan).
       const float more = (weights[0] + weights[1]) + (weights[2] + weights[3]) - carry;
@@ -812,41 +818,73 @@ struct Kept {
     }
   };
 
+  // The scale of the pass's weights: by a logit's and the reference's product with it.
+  __device__ __forceinline__ float scale() const { return CUDART_L2E_F / limits.temperature; }
+
   // A thread's part of the pass. By itself, with nothing by reference, so that the loop has all
   // registers and its vectors never go through memory.
   template <bool kSums>
-  static __device__ __noinline__ Part scan_slice(const Row<T> row, float threshold, float reference,
-                                                 float scale, Elements* slice, unsigned* slots) {
-    float best = -CUDART_INF_F;
+  static __device__ __noinline__ Part scan_slice(const Row<T> row, float threshold, float scale, float origin,
+                                                 Elements* slice, unsigned* slots) {
+    Part part = {-CUDART_INF_F, 0.0f};
     Sum sum;
-    row.template for_each_vector<kLight>([&](const Vector<T>& v, int first) {
-      const float most = max_or_nan(v);
-      best = max_or_nan(best, most);
-      if constexpr (kSums) sum.add(v, threshold, reference, scale);
+    row.template for_each_tile<kLight>([&](const Vector<T>(&v)[kLight], int j) {
+      float most = max_or_nan(v[0]);
+#pragma unroll
+      for (int d = 1; d < kLight; d++) most = max_or_nan(most, max_or_nan(v[d]));
+      part.best = max_or_nan(part.best, most);
+      if constexpr (kSums) sum.add(v, threshold, scale, origin);
       // NaN hides what is beside it: then the row is looked at again. A full buffer takes no more.
       if (most >= threshold && *(volatile unsigned*)slots <= kCandidates) {
 #pragma unroll
-        for (int w = 0; w < Row<T>::kWidth; w++) {
-          const float x = widen(v.at[w]);
-          if (x >= threshold) note(x, first + w, slice, slots);
+        for (int d = 0; d < kLight; d++) {
+          const int first = row.first(j + d * (int)blockDim.x);
+#pragma unroll
+          for (int w = 0; w < Row<T>::kWidth; w++) {
+            const float x = widen(v[d].at[w]);
+            if (x >= threshold) note(x, first + w, slice, slots);
+          }
         }
       }
     });
-    return {best, sum.sum};
+    part.sum = sum.sum;
+    int at;
+    if (row.has_edge(&at)) part = scan_edge(row, at, part, threshold, scale, origin, slice, slots);
+    return part;
+  }
+
+  static __device__ __noinline__ Part scan_edge(const Row<T> row, int at, Part part, float threshold, float scale,
+                                                float origin, Elements* slice, unsigned* slots) {
+    const Vector<T> v[1] = {row.load(at)};
+    Sum sum;
+    sum.add(v, threshold, scale, origin);
+#pragma unroll 1
+    for (int w = 0; w < Row<T>::kWidth; w++) {
+      const int position = row.first(at) + w;
+      if (position < 0 || position >= row.size) continue;
+      const float x = widen(row.data[position]);
+      part.best = max_or_nan(part.best, x);
+      if (x >= threshold) note(x, position, slice, slots);
+    }
+    part.sum += sum.sum;
+    return part;
   }
 
   // The same where the slice is on chip. What the few threads have that have seen something great, the
   // whole warp looks at.
-  __device__ __forceinline__ Part scan_staged(float threshold, float reference, bool sums_weights, unsigned* slots) {
+  __device__ __forceinline__ Part scan_staged(float threshold, float origin, bool sums_weights, unsigned* slots) {
     const int lane = threadIdx.x % 32;
     int from, to;
     row.part_of_warp(&from, &to);
     const uint4* const part = row.staged - row.begin;
     Sum sum;
     if (sums_weights) {
-      const float scale = CUDART_L2E_F / limits.temperature;
+      const float scale = this->scale();
 #pragma unroll 2
-      for (int j = from + lane; j < to; j += 32) sum.add(TeamRow::as_vector(part[j]), threshold, reference, scale);
+      for (int j = from + lane; j < to; j += 32) {
+        const Vector<T> one[1] = {TeamRow::as_vector(part[j])};
+        sum.add(one, threshold, scale, origin);
+      }
     }
     unsigned hits = __ballot_sync(~0u, own_best >= threshold);
 #pragma unroll 1
@@ -873,15 +911,15 @@ struct Kept {
     count_pass();
 
     const float threshold = proposal.gathers ? proposal.threshold : CUDART_INF_F;
+    const float origin = proposal.reference * scale();
     Part part;
     if (C > 1 && row.staged) {
-      part = scan_staged(threshold, proposal.reference, sums_weights, &slots);
+      part = scan_staged(threshold, origin, sums_weights, &slots);
     } else {
       Row<T> streamed(row.data, row.size, 0, 0);
       streamed.begin = row.begin, streamed.end = row.end;
       part = sums_weights
-          ? scan_slice<true>(streamed, threshold, proposal.reference, CUDART_L2E_F / limits.temperature,
-                             &shared.slice, &slots)
+          ? scan_slice<true>(streamed, threshold, scale(), origin, &shared.slice, &slots)
           : scan_slice<false>(streamed, threshold, 0.0f, 0.0f, &shared.slice, &slots);
     }
     const auto combine = [](Part a, Part b) {
@@ -1153,26 +1191,31 @@ struct Kept {
   // Bounds of the exact sum of weights: what is gathered, and the rest from the pass's f32 sum
   // relative to the reference. False where there are none.
   //
+  // The pass's weights are 2^(x scale - origin) with one rounding of the exponent, whatever the product
+  // that the origin is rounded from: it is the same number here.
+  //
   // In units of the last place (2^-24), relative: an exponent of the f32 sum is off by at most 4 times
   // itself, one of the exact weights by 2. None in the rest is above 0, so the weights times their
   // exponents come to at most the sum times log2(size / sum): the entropy of `size` equal ones. A
-  // weight is off by 4 in the one sum and in the other, and a carried sum, with the tree that joins
-  // the threads', by 20; how far the reference is below the maximum adds 6 times that, and 8; the rest
-  // is slack. Besides, each exact weight is rounded down to a unit.
+  // weight is off by 4 in the one sum and in the other, and a carried sum, with those that it is of and the
+  // tree that joins the threads', by 30; how far the origin is below the maximum adds 6 times that, and 8;
+  // the rest is slack. Besides, each exact weight is rounded down to a unit.
   __device__ __forceinline__ bool bounds(const Part& passed, float reference, Mass inside, Mass* least,
                                          Mass* most) const {
     const float max = value_of(best_key), sum = passed.sum;
-    const float beyond = (max - reference) / limits.temperature;  // at least 0
+    const float origin = reference * scale(), octaves = __fmaf_rn(max, scale(), -origin);
+    const float beyond = fmaxf(octaves * 0.6931472f, 0.0f);
     // At lower temperatures the pass's scale overflows: its weights are 0 where the exact ones are not.
     if (!(limits.temperature >= 1e-38f)) return false;
-    if (!(beyond < 60.0f) || !(sum >= 0.0f && sum < 1e30f) || !(max < 1e30f) || !(reference > -1e30f)) {
+    if (!(octaves > -1.0f) || !(octaves < 87.0f) || !(sum >= 0.0f && sum < 1e30f) || !(fabsf(origin) < 1e30f) ||
+        !(fabsf(max) < 1e30f)) {
       return false;
     }
     constexpr float kUnit = 1.0f / (1 << 24), kLn2 = 0.6931472f;
     // The quotient of the two overflows where the sum is a few of the least weights there are.
     const float tilt = sum > 0.0f ? (__log2f((float)row.size) - __log2f(sum) + 1.0f) * kLn2 : 0.0f;
-    const float error = kUnit * (6.0f * tilt + 8.0f * beyond + 60.0f);
-    const double weights = (double)sum * exp2_approx(-beyond * CUDART_L2E_F), either = weights * error;
+    const float error = kUnit * (6.0f * tilt + 8.0f * beyond + 70.0f);
+    const double weights = (double)sum * exp2_approx(-octaves), either = weights * error;
     const Mass rounded = {(u64)row.size, 0}, low = to_mass(fmax(weights - either, 0.0));
     *least = inside + (rounded < low ? low - rounded : Mass{0, 0});
     *most = inside + to_mass(weights + either);
