@@ -1,13 +1,15 @@
 //! All that touches the driver: the kernels' modules and their loading.
 //!
-//! Kernels are loaded when they are first used. The driver then compiles them, which takes it a
-//! few seconds, and keeps the result on disk for later processes; and a kernel cannot be loaded
-//! while a CUDA graph is captured. [`preload`] loads them ahead of time.
+//! Kernels are loaded when they are first used, which cannot be while a CUDA graph is captured.
+//! [`preload`] loads them ahead of time. On a device other than those that the build is for (by
+//! `CUDA_COMPUTE_CAP`, or the GPU found then) the driver compiles them first, which takes it a few seconds
+//! for each, and keeps the result on disk for later processes.
 
 use candle_core::cuda_backend::cudarc::driver::sys::{
     self, CUdevice_attribute_enum as Attribute, CUfunction_attribute_enum as FunctionAttribute,
 };
-use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaStream};
+use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaModule, CudaStream};
+use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{bail, DType, Device, Result};
 use std::cell::Cell;
@@ -23,11 +25,20 @@ mod ptx {
     include!(concat!(env!("OUT_DIR"), "/selection_ptx.rs"));
 }
 
+/// Machine code for devices of one compute capability.
+mod cubin {
+    include!(concat!(env!("OUT_DIR"), "/sampling_cubin.rs"));
+    include!(concat!(env!("OUT_DIR"), "/selection_cubin.rs"));
+
+    pub const CAPABILITY: (i32, i32) = include!(concat!(env!("OUT_DIR"), "/cubin_capability.rs"));
+}
+
 /// A file of kernels. Modules are cached by Candle under their names, on each device.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Module {
     name: &'static str,
     ptx: &'static str,
+    cubin: Option<&'static [u8]>,
 }
 
 macro_rules! module {
@@ -41,6 +52,7 @@ macro_rules! module {
                 stringify!($ptx)
             ),
             ptx: ptx::$ptx,
+            cubin: cubin::$ptx,
         }
     };
 }
@@ -414,11 +426,37 @@ impl Kernel {
 }
 
 impl Module {
+    /// The machine code, loaded, where the build has made any for the device and the driver takes it.
+    /// (Candle loads PTX alone.)
+    fn assembled(&self, device: &CudaDevice) -> Result<Option<Arc<CudaModule>>> {
+        type Loaded = BTreeMap<(usize, &'static str), Option<Arc<CudaModule>>>;
+        static LOADED: Mutex<Loaded> = Mutex::new(BTreeMap::new());
+        let stream = device.cuda_stream();
+        let context = stream.context();
+        let Some(code) = self.cubin else {
+            return Ok(None);
+        };
+        let key = (context.cu_ctx().addr(), self.name);
+        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = loaded.get(&key) {
+            return Ok(module.clone());
+        }
+        let module = match context.compute_capability().w()? == cubin::CAPABILITY {
+            true => context.load_module(Ptx::from_binary(code.to_vec())).ok(),
+            false => None,
+        };
+        loaded.insert(key, module.clone());
+        Ok(module)
+    }
+
     /// The kernel `name`, with this much dynamic shared memory allowed and perhaps more.
     pub fn kernel(&self, device: &CudaDevice, name: &str, shared_bytes: u32) -> Result<Kernel> {
-        let function = device
-            .get_or_load_custom_func(name, self.name, self.ptx)?
-            .into_cuda_function();
+        let function = match self.assembled(device)? {
+            Some(module) => module.load_function(name).w()?,
+            None => device
+                .get_or_load_custom_func(name, self.name, self.ptx)?
+                .into_cuda_function(),
+        };
         // What a kernel gets without being asked for is 48 KB, its static part included. Where it needs
         // more it is allowed all there is: a limit of each launch's own would be another thread's too.
         const GRANTED: u32 = 40 * 1024;
