@@ -20,6 +20,7 @@ pub(crate) use memory::{arg, Addresses, DeviceBuffer};
 mod ptx {
     include!(concat!(env!("OUT_DIR"), "/sampling_ptx.rs"));
     include!(concat!(env!("OUT_DIR"), "/selection_ptx.rs"));
+    include!(concat!(env!("OUT_DIR"), "/attention_ptx.rs"));
 }
 
 /// A file of kernels. Modules are cached by Candle under their names, on each device.
