@@ -35,7 +35,12 @@ mod kernels {
             .into());
         }
         let out = PathBuf::from(std::env::var("OUT_DIR")?);
-        for folder in ["sampling", "selection"] {
+        // Where the CPU repeats the same operations, one rounding each, nothing may be contracted.
+        for (folder, contract) in [
+            ("sampling", "-fmad=false"),
+            ("selection", "-fmad=false"),
+            ("attention", "-fmad=true"),
+        ] {
             let own = format!("kernels/{folder}");
             let headers: Vec<_> = ["kernels/common", &own]
                 .iter()
@@ -50,8 +55,7 @@ mod kernels {
                 .with_compute_override("sm90_*.cu", 90)
                 .arg("-O3")
                 .arg("-std=c++17")
-                // The CPU repeats the same operations, one rounding each.
-                .arg("-fmad=false")
+                .arg(contract)
                 .build_ptx()?
                 .write(out.join(format!("{folder}_ptx.rs")))?;
             let cubins = assemble(&own, &arch, &out)?;

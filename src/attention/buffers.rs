@@ -15,14 +15,8 @@ pub struct Workspace {
 
 impl Workspace {
     /// # Errors
-    /// On a device other than the CPU.
+    /// On a device that is neither the CPU nor CUDA or has no memory left, and during a capture.
     pub fn new(device: &Device) -> Result<Self> {
-        if !device.is_cpu() {
-            bail!(
-                "attention workspace: the device is {:?}, the CPU is accepted",
-                device.location()
-            )
-        }
         Ok(Self {
             device: device.clone(),
             selection: selection::Workspace::new(device)?,

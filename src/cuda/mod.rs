@@ -23,6 +23,7 @@ pub(crate) use memory::{arg, Addresses, DeviceBuffer};
 mod ptx {
     include!(concat!(env!("OUT_DIR"), "/sampling_ptx.rs"));
     include!(concat!(env!("OUT_DIR"), "/selection_ptx.rs"));
+    include!(concat!(env!("OUT_DIR"), "/attention_ptx.rs"));
 }
 
 /// Machine code for devices of one compute capability.
@@ -133,6 +134,23 @@ pub(crate) const SELECT_CLUSTER: [Module; 3] = [
     module!(SM90_F16_SELECT_CLUSTER),
     module!(SM90_BF16_SELECT_CLUSTER),
 ];
+/// Bounds of rows from lengths.
+pub(crate) const BOUNDS: Module = module!(BOUNDS);
+/// Indexer scores of F16, BF16, F8E4M3 and F32.
+pub(crate) const INDEXER_SM80: [Module; 4] = [
+    module!(SM80_F16_INDEXER),
+    module!(SM80_BF16_INDEXER),
+    module!(SM80_FP8_INDEXER),
+    module!(SM80_F32_INDEXER),
+];
+/// The same of F16, BF16 and F8E4M3 on devices of compute capability 9.0.
+pub(crate) const INDEXER_SM90: [Module; 3] = [
+    module!(SM90_F16_INDEXER),
+    module!(SM90_BF16_INDEXER),
+    module!(SM90_FP8_INDEXER),
+];
+/// -inf in scores of what a row doesn't see.
+pub(crate) const INDEXER_FILL: Module = module!(INDEXER_FILL);
 pub(crate) const REPEAT_PENALTY: Module = module!(REPEAT_PENALTY);
 
 impl Family {
@@ -514,4 +532,20 @@ pub fn preload(device: &Device, dtype: DType) -> Result<()> {
     }
     REPEAT_PENALTY.kernel(device, "repeat_penalty", 0)?;
     crate::selection::preload(device, dtype)
+}
+
+/// Loads the kernels of [`attention`](crate::attention) for queries of this dtype (F32, F16, BF16 or
+/// F8E4M3) onto a CUDA device, and those that select among its scores.
+///
+/// # Errors
+/// As [`preload`].
+pub fn preload_attention(device: &Device, dtype: DType) -> Result<()> {
+    let Device::Cuda(device) = device else {
+        bail!(
+            "preload_attention: the device is {:?}, a CUDA device is needed",
+            device.location()
+        )
+    };
+    crate::attention::preload(device, dtype)?;
+    crate::selection::preload(device, DType::F32)
 }
