@@ -52,7 +52,7 @@
 //!   CUDA graph can hold them. Lengths, bounds, tables and positions are read on the device.
 //! * **Layouts.** Strides and offsets are free; last dimensions must be dense. Offsets are of 64
 //!   bits.
-//! * **Devices.** The CPU, in f32 whatever the dtype. For tensors on another device there is an error.
+//! * **Devices.** The CPU, in f32 whatever the dtype, and CUDA with the feature `cuda`.
 
 mod buffers;
 mod cpu;
@@ -67,6 +67,9 @@ pub use buffers::{IndexBuffers, Workspace};
 pub use indexer::{index_topk, index_topk_into, indexer_scores, indexer_scores_into, IndexKeys};
 pub use keys::Visible;
 pub use sparse::{Attention, KeyValues, Positions, SparseAttention, SparseAttentionOp, Values};
+
+#[cfg(feature = "cuda")]
+pub(crate) use cuda::preload;
 
 fn no_metal<T>(op: &str) -> candle_core::Result<T> {
     candle_core::bail!(

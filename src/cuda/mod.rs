@@ -121,6 +121,27 @@ pub(crate) const SELECT_CLUSTER: [Module; 3] = [
     module!(SM90_F16_SELECT_CLUSTER),
     module!(SM90_BF16_SELECT_CLUSTER),
 ];
+/// Attention over positions: of any size, and by tensor cores with keys of up to 256.
+pub(crate) const SPARSE: [Module; 3] = [
+    module!(SM80_F32_SPARSE),
+    module!(SM80_F16_SPARSE),
+    module!(SM80_BF16_SPARSE),
+];
+/// The same with longer keys, F16 and BF16.
+pub(crate) const SPARSE_WIDE: [Module; 2] = [
+    module!(SM80_F16_SPARSE_WIDE),
+    module!(SM80_BF16_SPARSE_WIDE),
+];
+/// Multi-head latent attention over positions, F16 and BF16.
+pub(crate) const SPARSE_LATENT: [Module; 2] = [
+    module!(SM90_F16_SPARSE_LATENT),
+    module!(SM90_BF16_SPARSE_LATENT),
+];
+/// Attention over blocks of keys, F16 and BF16.
+pub(crate) const SPARSE_TILE: [Module; 2] = [
+    module!(SM90_F16_SPARSE_TILE),
+    module!(SM90_BF16_SPARSE_TILE),
+];
 pub(crate) const REPEAT_PENALTY: Module = module!(REPEAT_PENALTY);
 
 impl Family {
@@ -390,6 +411,14 @@ pub(crate) fn of_dtype(modules: &[Module; 3], dtype: DType) -> Module {
     }
 }
 
+/// The one of two modules that serves this half type: F16 or BF16.
+pub(crate) fn of_half(modules: &[Module; 2], dtype: DType) -> Module {
+    match dtype {
+        DType::F16 => modules[0],
+        _ => modules[1],
+    }
+}
+
 /// Loads the kernels for logits and scores of this dtype (F32, F16 or BF16) onto a CUDA device.
 ///
 /// # Errors
@@ -411,5 +440,6 @@ pub fn preload(device: &Device, dtype: DType) -> Result<()> {
         }
     }
     REPEAT_PENALTY.kernel(device, "repeat_penalty", 0)?;
-    crate::selection::preload(device, dtype)
+    crate::selection::preload(device, dtype)?;
+    crate::attention::preload(device, dtype)
 }

@@ -4,7 +4,9 @@ mod indexer;
 mod sparse;
 
 pub(super) use indexer::{bounds, bounds_into, indexer_scores, indexer_scores_into};
-pub(super) use sparse::{sparse_attention, sparse_attention_into};
+#[cfg(feature = "cuda")]
+pub(crate) use sparse::preload;
+pub(super) use sparse::{sparse_attention, sparse_attention_into, workspace_floats};
 
 use candle_core::{bail, Result};
 
