@@ -1,9 +1,11 @@
 //! Memory at fixed addresses, for the forms of the ops that allocate nothing.
 
+use super::cuda;
+use crate::buffer::Buffer;
 use crate::selection::{self, SelectionBuffers};
 use candle_core::{bail, DType, Device, Result, Tensor};
 
-/// The memory that selection works in. Any call on its device fits; its size depends on the device
+/// The memory that selection and attention work in. Any call on its device fits; its size depends on the device
 /// alone.
 ///
 /// One serves any number of launches that follow each other.
@@ -11,15 +13,23 @@ use candle_core::{bail, DType, Device, Result, Tensor};
 pub struct Workspace {
     device: Device,
     pub(super) selection: selection::Workspace,
+    /// What blocks that share a row's positions leave for each other.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(super) parts: Buffer<f32>,
 }
 
 impl Workspace {
     /// # Errors
     /// On a device that is neither the CPU nor CUDA or has no memory left, and during a capture.
     pub fn new(device: &Device) -> Result<Self> {
+        let parts = match device {
+            Device::Cuda(device) => cuda::workspace_floats(device)?,
+            _ => 0,
+        };
         Ok(Self {
             device: device.clone(),
             selection: selection::Workspace::new(device)?,
+            parts: Buffer::new("attention workspace", device, vec![0.; parts])?,
         })
     }
 

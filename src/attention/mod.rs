@@ -81,7 +81,12 @@ pub(crate) fn preload(
             "preload_attention: queries are {dtype:?}, F32, F16, BF16 or F8E4M3 is needed"
         )
     }
-    cuda::preload_indexer(device, dtype)
+    cuda::preload_indexer(device, dtype)?;
+    match dtype {
+        // Of an indexer alone.
+        DType::F8E4M3 => Ok(()),
+        _ => cuda::preload_sparse(device, dtype),
+    }
 }
 
 fn no_metal<T>(op: &str) -> candle_core::Result<T> {

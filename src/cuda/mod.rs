@@ -30,6 +30,7 @@ mod ptx {
 mod cubin {
     include!(concat!(env!("OUT_DIR"), "/sampling_cubin.rs"));
     include!(concat!(env!("OUT_DIR"), "/selection_cubin.rs"));
+    include!(concat!(env!("OUT_DIR"), "/attention_cubin.rs"));
 
     pub const CAPABILITY: (i32, i32) = include!(concat!(env!("OUT_DIR"), "/cubin_capability.rs"));
 }
@@ -151,6 +152,27 @@ pub(crate) const INDEXER_SM90: [Module; 3] = [
 ];
 /// -inf in scores of what a row doesn't see.
 pub(crate) const INDEXER_FILL: Module = module!(INDEXER_FILL);
+/// Attention over positions: of any size, and by tensor cores with keys of up to 256.
+pub(crate) const SPARSE: [Module; 3] = [
+    module!(SM80_F32_SPARSE),
+    module!(SM80_F16_SPARSE),
+    module!(SM80_BF16_SPARSE),
+];
+/// The same with longer keys, F16 and BF16.
+pub(crate) const SPARSE_WIDE: [Module; 2] = [
+    module!(SM80_F16_SPARSE_WIDE),
+    module!(SM80_BF16_SPARSE_WIDE),
+];
+/// Multi-head latent attention over positions, F16 and BF16.
+pub(crate) const SPARSE_LATENT: [Module; 2] = [
+    module!(SM90_F16_SPARSE_LATENT),
+    module!(SM90_BF16_SPARSE_LATENT),
+];
+/// Attention over blocks of keys, F16 and BF16.
+pub(crate) const SPARSE_TILE: [Module; 2] = [
+    module!(SM90_F16_SPARSE_TILE),
+    module!(SM90_BF16_SPARSE_TILE),
+];
 pub(crate) const REPEAT_PENALTY: Module = module!(REPEAT_PENALTY);
 
 impl Family {
@@ -507,6 +529,14 @@ pub(crate) fn of_dtype(modules: &[Module; 3], dtype: DType) -> Module {
         DType::F16 => modules[1],
         DType::BF16 => modules[2],
         _ => modules[0],
+    }
+}
+
+/// The one of two modules that serves this half type: F16 or BF16.
+pub(crate) fn of_half(modules: &[Module; 2], dtype: DType) -> Module {
+    match dtype {
+        DType::F16 => modules[0],
+        _ => modules[1],
     }
 }
 

@@ -1,0 +1,253 @@
+//! From the sizes of an attention to kernels and launches: a pure function.
+//!
+//! What a row's bits depend on, which is the kernel and the length of a segment, follows from the
+//! sizes of a row alone. How many rows there are decides only whether the segments of a unit have a
+//! block each or share one.
+
+use super::super::super::sparse::Dims;
+
+/// What of a device a plan depends on.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Props {
+    pub multiprocessors: usize,
+    /// Bytes that a block can have.
+    pub shared_per_block: usize,
+    /// Bytes of all blocks of a multiprocessor.
+    pub shared_per_multiprocessor: usize,
+    /// Whether kernels for compute capability 9.0 run.
+    pub sm90: bool,
+}
+
+/// A kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// By multiply-adds: f32, and sizes that no other has. So many columns a thread: 1 or 4.
+    Fma(usize),
+    /// By tensor cores: keys and values of up to 64, 128 or 256, and tiles of 16 heads a block.
+    Narrow(usize, usize),
+    /// Keys of up to 576 and values of up to 512.
+    Wide,
+    /// The same with values that are the first numbers of the keys, and tiles of 16 heads a block.
+    Shared(usize),
+    /// Multi-head latent attention on compute capability 9.0, with keys of 512 or 576.
+    Latent(usize),
+    /// Blocks of 64 or 128 keys on compute capability 9.0: tiles of rows, with keys and values of 64
+    /// or 128.
+    Tile(usize),
+}
+
+impl Kind {
+    /// The heads and columns that a block has.
+    fn tile(self) -> (usize, usize) {
+        match self {
+            Self::Fma(columns) => (8, 128 * columns),
+            Self::Narrow(dim, tiles) => (16 * tiles, dim),
+            Self::Wide => (16, 512),
+            Self::Shared(tiles) => (16 * tiles, 512),
+            Self::Latent(_) => (64, 512),
+            Self::Tile(dim) => (64, dim),
+        }
+    }
+
+    pub fn threads(self) -> usize {
+        match self {
+            Self::Fma(_) | Self::Wide => 128,
+            Self::Narrow(_, tiles) | Self::Shared(tiles) => 128 * tiles,
+            Self::Latent(_) | Self::Tile(_) => 384,
+        }
+    }
+
+    /// Dynamic shared memory of a block: `Shape::BYTES` of `kernels/attention/sparse_mma.cuh`, and
+    /// `latent::Memory::BYTES` and `tile::bytes` of `sm90_sparse_latent.cuh` and `sm90_sparse_tile.cuh`.
+    pub fn shared_bytes(self) -> usize {
+        let mma = |key: usize, value: usize, shared: bool, tiles: usize| {
+            let keys = if key <= 128 { 64 } else { 32 };
+            let pitch = |dim: usize| 2 * dim + 16;
+            let stage = keys * (pitch(key) + if shared { 0 } else { pitch(value) });
+            16 * tiles * pitch(key)
+                + 2 * stage
+                + 16 * tiles * (2 * pitch(keys) + 16)
+                + 2 * 4 * keys * 8
+        };
+        match self {
+            Self::Fma(_) => 0,
+            Self::Narrow(dim, tiles) => mma(dim, dim, false, tiles),
+            Self::Wide => mma(576, 512, false, 1),
+            Self::Shared(tiles) => mma(576, 512, true, tiles),
+            Self::Latent(key) => 3 * 128 * key + if key > 512 { 1 } else { 4 } * 8192 + 2048,
+            Self::Tile(dim) => 10 * 128 * dim + 35_544 + 1024,
+        }
+    }
+
+    /// Blocks that are at work on a multiprocessor at one time, about.
+    fn resident(self, props: &Props) -> usize {
+        match self.shared_bytes() {
+            0 => 4,
+            bytes => (props.shared_per_multiprocessor / (bytes + 1024)).clamp(1, 4),
+        }
+    }
+}
+
+/// Floats of a part: the values of a tile, and two sums a head.
+fn part_floats(heads: usize, columns: usize) -> usize {
+    heads * (columns + 2)
+}
+
+/// Floats of the workspace of a device: parts of the largest kind, two a multiprocessor.
+pub(super) fn workspace_floats(multiprocessors: usize) -> usize {
+    2 * multiprocessors * part_floats(64, 512)
+}
+
+/// A plan.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Plan {
+    pub kind: Kind,
+    pub slot_heads: usize,
+    pub slot_columns: usize,
+    pub head_tiles: usize,
+    pub column_tiles: usize,
+    /// Units of a row.
+    pub tiles: usize,
+    /// Keys of a segment.
+    pub segment: usize,
+    pub segments: usize,
+    /// Whether every segment has a block of its own.
+    pub split: bool,
+    /// Units of all rows, and of a launch.
+    pub units: usize,
+    pub units_per_launch: usize,
+    /// Blocks that walk over the work of a launch; `None`: all of it has blocks of its own.
+    pub walkers: Option<usize>,
+    /// Rows that share what they read.
+    pub tile_rows: usize,
+    /// Floats of the workspace that are used.
+    pub part_floats: usize,
+}
+
+/// The kernel for these sizes.
+fn kind(dims: &Dims, half: bool, values_of_keys: bool, props: &Props) -> Kind {
+    let (key, value, group) = (dims.key_dim, dims.value_dim, dims.heads / dims.kv_heads);
+    let latent = Kind::Latent(key);
+    if half
+        && values_of_keys
+        && props.sm90
+        && matches!(key, 512 | 576)
+        && value == 512
+        && group > 32
+        && latent.shared_bytes() <= props.shared_per_block
+    {
+        return latent;
+    }
+    let tile = Kind::Tile(key);
+    if half
+        && props.sm90
+        && dims.block >= 64
+        && matches!(key, 64 | 128)
+        && value == key
+        && group <= 64
+        && tile.shared_bytes() <= props.shared_per_block
+    {
+        return tile;
+    }
+    let tiles: &[usize] = if group > 16 { &[2, 1] } else { &[1] };
+    let fits = |kind: &Kind| kind.shared_bytes() <= props.shared_per_block;
+    let found = if !half {
+        None
+    } else if let Some(dim) = [64, 128, 256]
+        .into_iter()
+        .find(|&dim| key.max(value) <= dim)
+    {
+        let kinds = tiles.iter().map(|&tiles| Kind::Narrow(dim, tiles));
+        kinds.into_iter().find(fits)
+    } else if key <= 576 && value <= 512 {
+        if values_of_keys {
+            let kinds = tiles.iter().map(|&tiles| Kind::Shared(tiles));
+            kinds.into_iter().find(fits)
+        } else {
+            Some(Kind::Wide).filter(fits)
+        }
+    } else {
+        None
+    };
+    found.unwrap_or(Kind::Fma(if value <= 128 { 1 } else { 4 }))
+}
+
+/// `rows_each` is the number of rows of a sequence, 0 where that is not known.
+pub(super) fn plan(
+    dims: &Dims,
+    half: bool,
+    values_of_keys: bool,
+    rows_each: usize,
+    props: &Props,
+) -> Plan {
+    /// Keys of a segment, where no list has more than 32 of them.
+    const SEGMENT: usize = 512;
+    const SEGMENTS: usize = 32;
+    /// Segments are made of whole blocks of keys, of every kernel.
+    const MULTIPLE: usize = 128;
+    /// What a grid can have, and more than any device needs.
+    const GRID: usize = 1 << 30;
+
+    let kind = kind(dims, half, values_of_keys, props);
+    let (slot_heads, slot_columns) = kind.tile();
+    let head_tiles = (dims.heads / dims.kv_heads).div_ceil(slot_heads);
+    let column_tiles = dims.value_dim.div_ceil(slot_columns);
+    let tiles = dims.kv_heads * head_tiles * column_tiles;
+    let tile_rows = match kind {
+        // As many as fit, but not fewer tiles than there are multiprocessors for.
+        Kind::Tile(_) => {
+            let most = 2 * (64 / (dims.heads / dims.kv_heads));
+            let each = if rows_each == 0 { most } else { rows_each };
+            let enough = (dims.rows * dims.kv_heads).div_ceil(props.multiprocessors);
+            most.min(each).min(enough).max(1)
+        }
+        _ => 1,
+    };
+    let units = dims.rows.div_ceil(tile_rows) * tiles;
+    let keys = dims.width * dims.block;
+    let segment = keys
+        .div_ceil(SEGMENTS)
+        .next_multiple_of(MULTIPLE)
+        .max(SEGMENT);
+    let segments = keys.div_ceil(segment).max(1);
+    let part = part_floats(slot_heads, slot_columns);
+    let parts = workspace_floats(props.multiprocessors) / part;
+
+    // Blocks at a time, and how many segments one after the other that makes.
+    let blocks = props.multiprocessors * kind.resident(props);
+    let together = units.div_ceil(blocks) * segments;
+    let apart = (units * segments).div_ceil(blocks) + 1;
+    // What is apart is written and read once more.
+    let split = !matches!(kind, Kind::Tile(_))
+        && segments > 1
+        && 8 * apart < 7 * together
+        && segments <= parts;
+    let latent = matches!(kind, Kind::Latent(_));
+    let (units_per_launch, used) = if split {
+        let units = units.min(parts / segments);
+        (units, units * segments)
+    } else {
+        let used = if latent && segments > 1 {
+            units.min(props.multiprocessors)
+        } else {
+            0
+        };
+        (units.min(GRID), used)
+    };
+    Plan {
+        kind,
+        slot_heads,
+        slot_columns,
+        head_tiles,
+        column_tiles,
+        tiles,
+        segment,
+        segments,
+        split,
+        units,
+        units_per_launch,
+        walkers: latent.then_some(props.multiprocessors),
+        tile_rows,
+        part_floats: used * part,
+    }
+}
