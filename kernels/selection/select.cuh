@@ -40,6 +40,7 @@
 #include <math_constants.h>
 #include <string.h>
 
+#include "../common/block.cuh"
 #include "../common/order.cuh"
 #include "../common/row.cuh"
 
@@ -59,8 +60,6 @@ constexpr int kDepth = 4;
 constexpr int kHeader = 16;
 
 constexpr unsigned kAllKeys = ~0u;
-
-constexpr int kWarps = kThreads / 32;
 
 enum Order { kUnordered = 0, kByPosition = 1, kByValue = 2 };
 enum Route { kDirect = 1, kPrimary = 2, kBand = 3, kRecovered = 4 };
@@ -147,12 +146,13 @@ struct List {
 };
 __device__ __forceinline__ List own_list() { return List{0}; }
 
-// Vectors j, j + kThreads and so on of n > 0; the last, where there are fewer.
+// Vectors j, j + step and so on of n > 0; the last, where there are fewer.
 template <class T>
-__device__ __forceinline__ void load_vectors(const uint4* data, int n, int j, Vector<T> (&v)[kDepth]) {
+__device__ __forceinline__ void load_vectors(const uint4* data, int n, int j, int step, Vector<T> (&v)[kDepth]) {
 #pragma unroll
   for (int d = 0; d < kDepth; d++) {
-    const uint4 raw = __ldcg(data + min(j + d * kThreads, n - 1));
+    // Not by way of L1, which has no use for it.
+    const uint4 raw = __ldcg(data + min(j + d * step, n - 1));
     memcpy(&v[d], &raw, sizeof(raw));
   }
 }
@@ -171,16 +171,12 @@ struct Scores {
   }
   __device__ __forceinline__ int tail() const { return length - head - vectors * kWidth; }
   __device__ __forceinline__ Vector<T> load(int j) const {
-    // Not by way of L1, which has no use for it.
-    const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(data + head) + j);
+    const uint4 raw = __ldcg(whole() + j);
     Vector<T> v;
     memcpy(&v, &raw, sizeof(v));
     return v;
   }
-  // The vectors j, j + kThreads and so on of the first n > 0.
-  __device__ __forceinline__ void load_from(int j, int n, Vector<T> (&v)[kDepth]) const {
-    load_vectors(reinterpret_cast<const uint4*>(data + head), n, j, v);
-  }
+  __device__ __forceinline__ const uint4* whole() const { return reinterpret_cast<const uint4*>(data + head); }
   // Column of the first element of vector j.
   __device__ __forceinline__ int column(int j) const { return start + head + j * kWidth; }
 };
@@ -188,20 +184,31 @@ struct Scores {
 // Of a power of two.
 __device__ __forceinline__ int log_of(int x) { return 31 - __clz(x); }
 
-// A block's part of a row: the vectors from `begin` to `end`, and the ends where it has them.
+// A block's part of a row's vectors: of every `blocks` times 32 of them 32 to each of its warps, so that
+// blocks have alike of whatever the row holds, and what lies close by in memory is read at once. `first` is
+// this thread's first one, each `step` after the one before.
 struct Slice {
-  int begin, end;
-  bool first, last;
+  int first, step, end;
+  int rank, blocks;
 
-  template <class T>
-  __device__ Slice(const Scores<T>& scores, int rank, int blocks) {
-    const int each = (scores.vectors + blocks - 1) >> log_of(blocks);
-    begin = min(rank * each, scores.vectors), end = min(begin + each, scores.vectors);
-    first = rank == 0, last = rank == blocks - 1;
-  }
+  __device__ __forceinline__ Slice(int rank, int blocks, int vectors)
+      : first(((int)threadIdx.x / 32 * blocks + rank) * 32 + (int)threadIdx.x % 32),
+        step(kThreads * blocks),
+        end(vectors),
+        rank(rank),
+        blocks(blocks) {}
+  // The few scores before the first vector and after the last.
+  __device__ __forceinline__ bool has_ends() const { return rank == 0; }
+  // How many scores it has, about; exact for all together.
   template <class T>
   __device__ __forceinline__ unsigned scores(const Scores<T>& s) const {
-    return (end - begin) * Scores<T>::kWidth + (first ? s.head : 0) + (last ? s.tail() : 0);
+    return ((end + rank) >> log_of(blocks)) * Scores<T>::kWidth + (has_ends() ? s.head + s.tail() : 0);
+  }
+  // f(number of this thread's next vector) for every tile of the block, alike in all threads.
+  template <class F>
+  __device__ __forceinline__ void for_each_tile(F f) const {
+#pragma unroll 1
+    for (int base = 0; base < end; base += kDepth * step) f(base + first);
   }
 };
 
@@ -224,30 +231,38 @@ __device__ __forceinline__ unsigned coarse_bin(float x) {
   const unsigned key = bits ^ (bits >> 15 ? 0xffffu : 0x8000u);
   return x != x ? 0 : key >> 5;
 }
+// The FP16 keys of two scores, one in each half: as coarse_bin sees them, but for NaN, which has that of -inf,
+// and -0, which has that of +0. So of two scores the greater has no lower one.
+__device__ __forceinline__ unsigned coarse_keys(__half2 pair) {
+  pair = __hadd2(__hmax2(pair, __half2half2(__ushort_as_half(0xfc00))), __half2half2(__ushort_as_half(0)));
+  unsigned bits;
+  memcpy(&bits, &pair, sizeof(bits));
+  const unsigned negative = bits >> 15 & 0x00010001u;
+  return bits ^ negative * 0x7fff ^ 0x80008000u;
+}
+__device__ __forceinline__ __half2 half_pair(float a, float b) { return __floats2half2_rn(a, b); }
+__device__ __forceinline__ __half2 half_pair(__half a, __half b) { return __halves2half2(a, b); }
+__device__ __forceinline__ __half2 half_pair(__nv_bfloat16 a, __nv_bfloat16 b) {
+  return __floats2half2_rn(__bfloat162float(a), __bfloat162float(b));
+}
 // The value with this FP16 key, of which a coarse bin has 32.
 __device__ __forceinline__ float coarse_value(unsigned key) {
   return __half2float(__ushort_as_half((unsigned short)(key ^ (key >> 15 ? 0x8000u : 0xffffu))));
 }
 
-// The sums over this thread's bins, from the top, for the first kScanning threads: four warps, since what
-// every warp does costs the time of all.
-constexpr int kScanning = 128;
+// The sums over this thread's bins, from the top.
 struct FromTop {
-  static constexpr int kOwn = kBins / kScanning;
+  static constexpr int kOwn = kBins / kThreads;
+  static_assert(kOwn == 4, "a vector a thread");
   unsigned own[kOwn], inclusive, sum;
   int top;
 
   // All threads call, and a barrier follows.
   __device__ __forceinline__ explicit FromTop(const unsigned* histogram) {
-    if (threadIdx.x >= kScanning) return;
     top = kBins - 1 - (int)threadIdx.x * kOwn;
-    sum = 0;
-#pragma unroll
-    for (int i = 0; i < kOwn; i += 4) {
-      const uint4 four = *reinterpret_cast<const uint4*>(histogram + top - i - 3);
-      own[i] = four.w, own[i + 1] = four.z, own[i + 2] = four.y, own[i + 3] = four.x;
-      sum += four.x + four.y + four.z + four.w;
-    }
+    const uint4 four = *reinterpret_cast<const uint4*>(histogram + top - 3);
+    own[0] = four.w, own[1] = four.z, own[2] = four.y, own[3] = four.x;
+    sum = four.x + four.y + four.z + four.w;
     inclusive = sum;
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -260,37 +275,29 @@ struct FromTop {
 
   // The counts above this thread's bins.
   __device__ __forceinline__ unsigned before() const {
-    unsigned all = inclusive - sum;
-#pragma unroll
-    for (int warp = 0; warp < kScanning / 32 - 1; warp++) {
-      if (warp < threadIdx.x / 32) all += state().parts[warp];
-    }
-    return all;
+    const int lane = threadIdx.x % 32;
+    return inclusive - sum + __reduce_add_sync(~0u, lane < threadIdx.x / 32 ? state().parts[lane] : 0);
   }
 };
 
 // The bin of a histogram, 0 or 1, in which the counts from the top reach `need`, and, for `deeper`, another.
 // A bin of ~0 where they don't. With a barrier at the end.
 __device__ __noinline__ void find_bins(int which, unsigned need, unsigned deeper) {
-  if (threadIdx.x >= kScanning && threadIdx.x < kScanning + 2) {
-    state().found[threadIdx.x - kScanning] = Found{~0u, 0, 0};
-  }
+  if (threadIdx.x < 2) state().found[threadIdx.x] = Found{~0u, 0, 0};
   const FromTop mine(histogram() + which * kBins);
   __syncthreads();
-  if (threadIdx.x < kScanning) {
-    const unsigned before = mine.before();
+  const unsigned before = mine.before();
 #pragma unroll 1
-    for (int n = 0; n < 2; n++) {
-      const unsigned reach = n ? deeper : need;
-      if (before < reach && reach <= before + mine.sum) {
-        unsigned above = before;
+  for (int n = 0; n < 2; n++) {
+    const unsigned reach = n ? deeper : need;
+    if (before < reach && reach <= before + mine.sum) {
+      unsigned above = before;
 #pragma unroll
-        for (int i = 0; i < FromTop::kOwn; i++) {
-          if (above < reach && reach <= above + mine.own[i]) {
-            state().found[n] = Found{(unsigned)(mine.top - i), above, mine.own[i]};
-          }
-          above += mine.own[i];
+      for (int i = 0; i < FromTop::kOwn; i++) {
+        if (above < reach && reach <= above + mine.own[i]) {
+          state().found[n] = Found{(unsigned)(mine.top - i), above, mine.own[i]};
         }
+        above += mine.own[i];
       }
     }
   }
@@ -398,97 +405,85 @@ __device__ __noinline__ u64 compact(List list, int n, unsigned k) {
   return threshold;
 }
 
-// The greatest of a vector; NaN where all are.
-__device__ __forceinline__ float greatest(const Vector<float>& v) {
-  return fmaxf(fmaxf(v.at[0], v.at[1]), fmaxf(v.at[2], v.at[3]));
-}
-template <class Pair, class T>
-__device__ __forceinline__ float greatest_of_pairs(const Vector<T>& v) {
-  Pair pairs[4];
-  memcpy(pairs, &v, sizeof(v));
-  const Pair most = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
-  return fmaxf(widen(most.x), widen(most.y));
-}
-__device__ __forceinline__ float greatest(const Vector<__half>& v) { return greatest_of_pairs<__half2>(v); }
-__device__ __forceinline__ float greatest(const Vector<__nv_bfloat16>& v) { return greatest_of_pairs<__nv_bfloat162>(v); }
-
-// Element i of words that lie in registers, where there is no index: by halving.
-template <int kWords>
-__device__ __forceinline__ unsigned pick_word(const unsigned (&words)[kWords], int i) {
-  if constexpr (kWords == 1) {
-    return words[0];
-  } else {
-    unsigned half[kWords / 2];
-#pragma unroll
-    for (int at = 0; at < kWords / 2; at++) half[at] = i & (kWords / 2) ? words[at + kWords / 2] : words[at];
-    return pick_word<kWords / 2>(half, i);
-  }
-}
+// Appends what reaches the cutoff of those of n > 0 vectors that a warp has: its first, each `step` after the
+// one before. A warp has one word with the others for 16 scores a lane. Ends early once the list is
+// over-full.
 template <class T>
-__device__ __forceinline__ float pick(const Vector<T> (&v)[kDepth], int i) {
-  constexpr int kPerWord = 4 / sizeof(T);
-  unsigned words[4 * kDepth];
-#pragma unroll
-  for (int d = 0; d < kDepth; d++) memcpy(words + 4 * d, &v[d], 16);
-  const unsigned word = pick_word<4 * kDepth>(words, i / kPerWord);
-  if constexpr (kPerWord == 1) return __uint_as_float(word);
-  else return widen(from_bits<T>(i & 1 ? word >> 16 : word & 0xffff));
-}
+struct Stream {
+  static constexpr int kWidth = Vector<T>::kWidth;
+  static constexpr int kAtOnce = 16 / kWidth;  // vectors
+  const uint4* data;
+  int n, step;
+  int column;  // of the first vector
+  float cut;
+  unsigned capacity;
 
-// Appends what reaches the cutoff of n > 0 vectors, the first of which lies in this column, until the list is
-// over-full. How many were looked at.
-template <class T, bool kHeld>
-__device__ __forceinline__ int stream_vectors(const uint4* data, int n, int column, float cut, Leading leading,
-                                              unsigned capacity, Vector<T> (&held)[kDepth]) {
-  constexpr int kWidth = Vector<T>::kWidth;
-  int j = threadIdx.x;
-  if constexpr (!kHeld) load_vectors(data, n, j, held);
-#pragma unroll 1
-  while (true) {
-    const int base = j - (int)threadIdx.x + kDepth * kThreads;
-    // Beyond the end it is the last vector, over and over: cheaper than to ask.
-    Vector<T> next[kDepth];
-    load_vectors(data, n, j + kDepth * kThreads, next);
-    unsigned hits = 0;
+  // Whether there was room.
+  __device__ __forceinline__ bool append(const Vector<T>* v, int j) const {
+    unsigned mine = 0;
+    const auto hits = [&](int d, int w) { return j + d * step < n && widen(v[d].at[w]) >= cut; };
 #pragma unroll
-    for (int d = 0; d < kDepth; d++) {
-      if (greatest(held[d]) >= cut) {
+    for (int d = 0; d < kAtOnce; d++) {
 #pragma unroll
-        for (int w = 0; w < kWidth; w++) hits |= (unsigned)(widen(held[d].at[w]) >= cut) << (d * kWidth + w);
+      for (int w = 0; w < kWidth; w++) mine += hits(d, w);
+    }
+    if (!__any_sync(~0u, mine)) return true;
+    // Of this lane and those after it.
+    unsigned rest = mine;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+      const unsigned after = __shfl_down_sync(~0u, rest, lanes);
+      if (lane + lanes < 32) rest += after;
+    }
+    unsigned end = 0;
+    if (lane == 0) end = shared_add(&state().count, rest) + rest;
+    end = __shfl_sync(~0u, end, 0);
+    if (end > capacity) return false;
+    u64* at = own_list().at() + (end - rest);
+#pragma unroll
+    for (int d = 0; d < kAtOnce; d++) {
+#pragma unroll
+      for (int w = 0; w < kWidth; w++) {
+        if (hits(d, w)) *at++ = rank_of(key_of_number(widen(v[d].at[w])), column + (j + d * step) * kWidth + w);
       }
     }
-    if (hits && base > n) {
-      // The last vector may have come more than once.
-      const int whole = max(0, (n - j + kThreads - 1) / kThreads);
-      if (whole < kDepth) hits &= (1u << (whole * kWidth)) - 1;
-    }
-    if (hits) {
-      unsigned at = atomicAdd(&state().count, __popc(hits));
-      if (at + __popc(hits) <= capacity) {
-        // Few have many: a loop over what is there is shorter than one over what could be.
-#pragma unroll 1
-        do {
-          const int i = __ffs(hits) - 1;
-          hits &= hits - 1;
-          const unsigned key = key_of_number(pick(held, i));
-          own_list()[at++] = rank_of(key, column + (j + i / kWidth * kThreads) * kWidth + i % kWidth);
-          atomicAdd(&buckets()[leading.bin(key)], 1);
-        } while (hits);
-      }
-    }
-    if (base >= n || *(volatile unsigned*)&state().count > capacity) return min(base, n);
-    j += kDepth * kThreads;
-#pragma unroll
-    for (int d = 0; d < kDepth; d++) held[d] = next[d];
+    return true;
   }
-}
+
+  // `first` is this thread's first vector, and `held` are its first ones.
+  __device__ __forceinline__ void run(int first, Vector<T> (&held)[kDepth]) const {
+    const int lane = threadIdx.x % 32;
+    int j = first;
+    Vector<T> next[kDepth];
+    load_vectors(data, n, j + kDepth * step, step, next);
+    const auto all = [&](const Vector<T>(&v)[kDepth], int j) {
+      bool room = true;
+#pragma unroll
+      for (int d = 0; d < kDepth; d += kAtOnce) room = room && append(v + d, j + d * step);
+      return room;
+    };
+    // Two at a time, so that none needs to be moved.
+#pragma unroll 1
+    while (true) {
+      if (!all(held, j)) return;
+      j += kDepth * step;
+      if (j - lane >= n) return;
+      load_vectors(data, n, j + kDepth * step, step, held);
+      if (!all(next, j)) return;
+      j += kDepth * step;
+      if (j - lane >= n) return;
+      load_vectors(data, n, j + kDepth * step, step, next);
+    }
+  }
+};
 
 // By itself, with registers of its own.
 template <class T>
-__device__ __noinline__ int stream_all(const uint4* data, int n, int column, float cut, Leading leading,
-                                       unsigned capacity) {
+__device__ __noinline__ void run_alone(const Stream<T> stream, int first) {
   Vector<T> held[kDepth];
-  return stream_vectors<T, false>(data, n, column, cut, leading, capacity, held);
+  load_vectors(stream.data, stream.n, first, stream.step, held);
+  stream.run(first, held);
 }
 
 // Everything that one block knows of its row.
@@ -522,57 +517,47 @@ struct Selector {
     return (scores.vectors >> log & ~1) * kWidth;
   }
 
-  // f(score) for every sampled score.
-  template <class F>
-  __device__ __forceinline__ void for_each_sampled(F f) const {
+  // Of the jittered view two neighbours at a time: memory gives no less than both.
+  __device__ __forceinline__ int groups() const { return scores.vectors >> log_of(request.stride) & ~1; }
+  __device__ __forceinline__ Vector<T> sampled(int group) const {
     const int stride = request.stride;
+    unsigned hash = (group / 2) * 0x9e3779b1u + (unsigned)row * 0x85ebca6bu;
+    hash = (hash ^ hash >> 15) * 0x2c1b3c6du;
+    hash ^= hash >> 12;
+    return scores.load(((group / 2) * stride + (int)(hash & (stride - 1))) * 2 + group % 2);
+  }
+  // This thread's first ones.
+  __device__ __forceinline__ void load_sampled(Vector<T> (&v)[kDepth]) const {
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+      if (threadIdx.x + d * kThreads < groups()) v[d] = sampled(threadIdx.x + d * kThreads);
+    }
+  }
+
+  // f(score) for every sampled score, of which the jittered view's first are there.
+  template <class F>
+  __device__ __forceinline__ void for_each_sampled(Vector<T> (&v)[kDepth], F f) const {
     if (request.fixed_stride) {
       const int n = sample_size();
 #pragma unroll 2
-      for (int i = threadIdx.x; i < n; i += kThreads) f(widen(scores.data[view_start() + (long long)i * stride]));
+      for (int i = threadIdx.x; i < n; i += kThreads) f(widen(scores.data[view_start() + (long long)i * request.stride]));
       return;
     }
-    // Two neighbours at a time: memory gives no less than both.
-    const int groups = scores.vectors >> log_of(stride) & ~1;
-    constexpr int kLoads = 2;
+    int group = threadIdx.x;
 #pragma unroll 1
-    for (int base = threadIdx.x; base < groups; base += kLoads * kThreads) {
-      Vector<T> v[kLoads];
+    while (true) {
 #pragma unroll
-      for (int d = 0; d < kLoads; d++) {
-        const int group = min(base + d * kThreads, groups - 1);
-        unsigned hash = (group / 2) * 0x9e3779b1u + (unsigned)row * 0x85ebca6bu;
-        hash = (hash ^ hash >> 15) * 0x2c1b3c6du;
-        hash ^= hash >> 12;
-        v[d] = scores.load(((group / 2) * stride + (int)(hash & (stride - 1))) * 2 + group % 2);
-      }
-#pragma unroll
-      for (int d = 0; d < kLoads; d++) {
-        if (base + d * kThreads < groups) {
+      for (int d = 0; d < kDepth; d++) {
+        if (group + d * kThreads < groups()) {
 #pragma unroll
           for (int w = 0; w < kWidth; w++) f(widen(v[d].at[w]));
         }
       }
-    }
-  }
-
-  // How many of a row that the block holds whole.
-  __device__ __forceinline__ unsigned held_size() const { return scores.vectors * kWidth >> log_of(request.stride); }
-
-  // The same from the vectors of a row that the block holds whole. About one score in `stride`, its place
-  // in the vector a hash.
-  template <class F>
-  __device__ __forceinline__ void for_each_held(const Vector<T> (&held)[kDepth], F f) const {
-    const unsigned stride = request.stride;
+      group += kDepth * kThreads;
+      if (group >= groups()) return;
 #pragma unroll
-    for (int d = 0; d < kDepth; d++) {
-      const unsigned j = threadIdx.x + d * kThreads;
-      const unsigned place = (j * 0x9e3779b1u >> 16) & (stride - 1);
-      if (j < scores.vectors) {
-#pragma unroll
-        for (int w = 0; w < kWidth; w++) {
-          if (stride <= kWidth ? (w & (stride - 1)) == place : w == place) f(widen(held[d].at[w]));
-        }
+      for (int d = 0; d < kDepth; d++) {
+        if (group + d * kThreads < groups()) v[d] = sampled(group + d * kThreads);
       }
     }
   }
@@ -583,9 +568,9 @@ struct Selector {
     Leading leading;
   };
 
-  // `sample` calls f for every one of so many sampled scores. The histogram is clear.
-  template <class Sample>
-  __device__ __forceinline__ Proposal propose(unsigned sampled, Sample sample) const {
+  // From the sample, whose first are there. The histogram is clear.
+  __device__ __forceinline__ Proposal propose(Vector<T> (&first_sampled)[kDepth]) const {
+    const unsigned sampled = sample_size();
     // Approximate operations will do, alike in all blocks of a row.
     const float fraction = __fdividef(sampled, scores.length);
     const float expected = fraction * k();
@@ -597,13 +582,13 @@ struct Selector {
     }
     const unsigned need = max(1u, (unsigned)ceilf(aim));
     const unsigned deeper = max(need + 1, (unsigned)ceilf(aim + 3.0f * deviation + 2.0f));
-    sample([&](float x) { atomicAdd(&histogram()[coarse_bin(x)], 1); });
+    for_each_sampled(first_sampled, [&](float x) { atomicAdd(&histogram()[coarse_bin(x)], 1); });
     if (threadIdx.x == 0) state().counters.read += sampled;
     __syncthreads();
     find_bins(0, need, deeper);
     const Found first = state().found[0], second = state().found[1];
     if (first.bin != ~0u && first.count * 4 >= sampled && request.stride > 1) {
-      return propose_within(first, sampled, need, deeper);
+      return propose_within(first, need, deeper);
     }
     Proposal proposal;
     proposal.primary = cut_in(first, need);
@@ -629,7 +614,7 @@ struct Selector {
   }
 
   // Where a bin holds a quarter of the sample, its keys are looked at more closely.
-  __device__ __noinline__ Proposal propose_within(Found first, unsigned sampled, unsigned need, unsigned deeper) const {
+  __device__ __noinline__ Proposal propose_within(Found first, unsigned need, unsigned deeper) const {
     Proposal proposal = {0, 0, {0, 0}};
     if (first.bin <= 31) return proposal;
     const unsigned low = key_of(coarse_value((first.bin << 5) - 1));
@@ -637,37 +622,38 @@ struct Selector {
     const int shift = bin_shift((u64)(high - low));
     clear(histogram());
     __syncthreads();
-    const unsigned again = sample_size();
-    for_each_sampled([&](float x) {
+    Vector<T> v[kDepth];
+    if (!request.fixed_stride) load_sampled(v);
+    for_each_sampled(v, [&](float x) {
       const unsigned key = key_of(x);
       if (key >= low) atomicAdd(&histogram()[min((key - low) >> shift, kBins - 1)], 1);
     });
-    if (threadIdx.x == 0) state().counters.read += again;
+    const unsigned sampled = sample_size();
+    if (threadIdx.x == 0) state().counters.read += sampled;
     __syncthreads();
-    // This sample may be smaller.
-    const float ratio = __fdividef(again, sampled);
-    find_bins(0, max(1u, (unsigned)ceilf(need * ratio)), max(1u, (unsigned)ceilf(deeper * ratio)));
+    find_bins(0, need, deeper);
     const Found inner = state().found[0], deep = state().found[1];
     if (inner.bin != ~0u) proposal.primary = low + (inner.bin << shift);
     if (deep.bin != ~0u) proposal.secondary = low + (deep.bin << shift);
-    proposal.leading = leading_from(proposal.primary, shift, __fdividef((float)inner.count * scores.length, again));
+    proposal.leading = leading_from(proposal.primary, shift, __fdividef((float)inner.count * scores.length, sampled));
     return proposal;
   }
 
   // ---- Collection.
 
-  // The vectors j, j + kThreads and so on of a slice that has any.
+  // The vectors j and so on of a slice that has any.
   __device__ __forceinline__ void load(Vector<T> (&v)[kDepth], const Slice& slice, int j) const {
-    if (slice.end > slice.begin) scores.load_from(j, slice.end, v);
+    if (slice.end > 0) load_vectors(scores.whole(), slice.end, j, slice.step, v);
   }
 
   // f(score, column) for the few scores before the first vector and after the last.
   template <class F>
   __device__ __forceinline__ void ends(const Slice& slice, F f) const {
     const int i = threadIdx.x;
-    if (slice.first && i < scores.head) f(widen(scores.data[i]), scores.start + i);
+    if (!slice.has_ends()) return;
+    if (i < scores.head) f(widen(scores.data[i]), scores.start + i);
     const int tail = i - 32;
-    if (slice.last && tail >= 0 && tail < scores.tail()) {
+    if (tail >= 0 && tail < scores.tail()) {
       const int at = scores.length - scores.tail() + tail;
       f(widen(scores.data[at]), scores.start + at);
     }
@@ -677,26 +663,22 @@ struct Selector {
     if (at < capacity()) own_list()[at] = rank_of(key_of(x), column);
   }
 
-  // Appends what reaches the cutoff, a number, in no order, and counts it in the leading histogram; ends
-  // early once the list is over-full. Held vectors are the first; others are loaded here. With a barrier.
+  // Appends what reaches the cutoff, a number, in no order; ends early once the list is over-full. With
+  // kHeld the slice's first vectors are there. With a barrier.
   template <bool kHeld>
-  __device__ __forceinline__ void stream(const Slice& slice, float cut, Leading leading, Vector<T> (&held)[kDepth]) const {
+  __device__ __forceinline__ void stream(const Slice& slice, float cut, Vector<T> (&held)[kDepth]) const {
     ends(slice, [&](float x, int column) {
-      if (x >= cut) {
-        append(atomicAdd(&state().count, 1), x, column);
-        atomicAdd(&buckets()[leading.bin(key_of_number(x))], 1);
-      }
+      if (x >= cut) append(atomicAdd(&state().count, 1), x, column);
     });
-    const int n = slice.end - slice.begin, column = scores.column(slice.begin);
-    const uint4* data = reinterpret_cast<const uint4*>(scores.data + scores.head) + slice.begin;
-    int seen = 0;
-    if (n > 0) {
-      if constexpr (kHeld) seen = stream_vectors<T, true>(data, n, column, cut, leading, capacity(), held);
-      else seen = stream_all<T>(data, n, column, cut, leading, capacity());
+    const Stream<T> pass = {scores.whole(), slice.end, slice.step, scores.column(0), cut, capacity()};
+    // Whole warps: all of one vote.
+    if (slice.first - (int)threadIdx.x % 32 < slice.end) {
+      if constexpr (kHeld) pass.run(slice.first, held);
+      else run_alone(pass, slice.first);
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-      state().counters.read += min(seen * kWidth, (int)slice.scores(scores));
+      state().counters.read += slice.scores(scores);
       state().counters.admitted += state().count;
     }
   }
@@ -764,21 +746,19 @@ struct Selector {
       if (mine) keys[0] = key_of(widen(scores.data[at]));
       append_chunk(keys, mine, scores.start + at, &low, high);
     };
-    if (slice.first && scores.head) single((int)threadIdx.x < scores.head, threadIdx.x);
-#pragma unroll 1
-    for (int base = slice.begin; base < slice.end; base += kDepth * kThreads) {
-      const int j = base + threadIdx.x;
+    if (slice.has_ends() && scores.head) single((int)threadIdx.x < scores.head, threadIdx.x);
+    slice.for_each_tile([&](int j) {
       Vector<T> v[kDepth];
       load(v, slice, j);
       unsigned all = 0;
       bool over = false;
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {
-        if (j + d * kThreads < slice.end) {
+        if (j + d * slice.step < slice.end) {
 #pragma unroll
           for (int w = 0; w < kWidth; w++) keys[w] = key_of(widen(v[d].at[w]));
           unsigned appended;
-          over |= append_keys(keys, in_range(keys, ~0u, low, high), scores.column(j + d * kThreads), &appended);
+          over |= append_keys(keys, in_range(keys, ~0u, low, high), scores.column(j + d * slice.step), &appended);
           all += appended;
         }
       }
@@ -787,14 +767,14 @@ struct Selector {
         __syncthreads();
 #pragma unroll
         for (int d = 0; d < kDepth; d++) {
-          const bool mine = j + d * kThreads < slice.end;
+          const bool mine = j + d * slice.step < slice.end;
 #pragma unroll
           for (int w = 0; w < kWidth; w++) keys[w] = mine ? key_of(widen(v[d].at[w])) : 0;
-          append_chunk(keys, mine ? ~0u : 0, scores.column(j + d * kThreads), &low, high);
+          append_chunk(keys, mine ? ~0u : 0, scores.column(j + d * slice.step), &low, high);
         }
       }
-    }
-    if (slice.last && scores.tail()) {
+    });
+    if (slice.has_ends() && scores.tail()) {
       const int at = scores.length - scores.tail() + threadIdx.x;
       single(at < scores.length, at);
     }
@@ -806,22 +786,23 @@ struct Selector {
   }
 
   // A slice's best: the K best of it, or all that reaches the cutoff. The list is empty; with a
-  // barrier at the end. Whether the leading histogram counts what the list holds.
+  // barrier at the end.
   template <bool kHeld>
-  __device__ __forceinline__ bool collect_primary(const Slice& slice, const Proposal& proposal,
+  __device__ __forceinline__ void collect_primary(const Slice& slice, const Proposal& proposal,
                                                   Vector<T> (&held)[kDepth]) const {
-    if (proposal.primary <= kNegInfinityKey) {
-      collect(slice, 0, kAllKeys);
-      return false;
-    }
-    stream<kHeld>(slice, value_of(proposal.primary), proposal.leading, held);
-    if (state().count <= capacity()) return true;
-    // Any K candidates bound the K-th best from below. The last to find no room had up to 32.
-    const u64 threshold = compact(own_list(), capacity() - 32, k());
+    if (proposal.primary <= kNegInfinityKey) return collect(slice, 0, kAllKeys);
+    stream<kHeld>(slice, value_of(proposal.primary), held);
+    if (state().count <= capacity()) return;
+    collect_raised(slice);
+  }
+
+  // The same after the list was over-full.
+  __device__ __noinline__ void collect_raised(const Slice& slice) const {
+    // Any K candidates bound the K-th best from below. The first to find no room had so many.
+    const u64 threshold = compact(own_list(), capacity() - 32 * 16, k());
     if (threadIdx.x == 0) state().count = 0;
     __syncthreads();
     collect(slice, key_in(threshold), kAllKeys);
-    return false;
   }
 
   // Counts the leading bits of the keys below `high`. With a barrier at the end.
@@ -833,19 +814,17 @@ struct Selector {
       if (key < high) atomicAdd(&histogram()[key >> 21], 1);
     };
     ends(slice, count);
-#pragma unroll 1
-    for (int base = slice.begin; base < slice.end; base += kDepth * kThreads) {
-      const int j = base + threadIdx.x;
+    slice.for_each_tile([&](int j) {
       Vector<T> v[kDepth];
       load(v, slice, j);
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {
-        if (j + d * kThreads < slice.end) {
+        if (j + d * slice.step < slice.end) {
 #pragma unroll
           for (int w = 0; w < kWidth; w++) count(widen(v[d].at[w]), 0);
         }
       }
-    }
+    });
     if (threadIdx.x == 0) state().counters.read += slice.scores(scores);
     __syncthreads();
   }
@@ -904,7 +883,8 @@ struct Selector {
   }
 
   // The best of n candidates to the output. All threads have arrived, and see the list. `leading` are
-  // bins for keys that are all at least its `low`; `counted` says that the leading histogram is there.
+  // bins for keys that are all at least its `low`; `counted` says that the leading histogram is there, else
+  // it is clear.
   __device__ __forceinline__ void finish(List list, int n, int route, Leading leading, bool counted) const {
     put_route(route);
     const unsigned count = min((unsigned)n, k());
@@ -919,13 +899,13 @@ struct Selector {
   __device__ __noinline__ void finish_any(List list, int n, unsigned count) const {
     const u64 threshold = n > (int)count ? refine(list, n, count) : 0;
     if (request.order != kUnordered) put_ordered(list, n, threshold, count);
-    else put_unordered(list, n, [&](u64 rank) { return rank >= threshold; });
+    else put_unordered(list, n, 0, [&](u64 rank) { return rank >= threshold; });
   }
 
-  // The candidates that `keep` names, by one word a warp to the others.
+  // The candidates that `keep` names, after the first ones, by one word a warp to the others.
   template <class Keep>
-  __device__ __forceinline__ void put_unordered(List list, int n, Keep keep) const {
-    if (threadIdx.x == 0) state().kept = 0;
+  __device__ __forceinline__ void put_unordered(List list, int n, unsigned first, Keep keep) const {
+    if (threadIdx.x == 0) state().kept = first;
     __syncthreads();
     const int lane = threadIdx.x % 32;
     unsigned total = 0;
@@ -952,8 +932,6 @@ struct Selector {
   // all pairs say.
   __device__ __forceinline__ void finish_primary(List list, int n, Leading leading, bool counted) const {
     if (!counted) {
-      clear(buckets());
-      __syncthreads();
 #pragma unroll 1
       for (int i = threadIdx.x; i < n; i += kThreads) atomicAdd(&buckets()[leading.bin(key_in(list[i]))], 1);
       __syncthreads();
@@ -999,6 +977,128 @@ struct Selector {
     }
   }
 
+  // ---- Rows that the block holds in its registers.
+
+  __device__ __forceinline__ bool fits() const { return scores.vectors <= kDepth * kThreads; }
+
+  // All of such a row: an exact histogram of coarse keys says which scores are in its set and in which bin the
+  // K-th lies. `held` is all of it but the ends. The histogram is clear; all threads have arrived.
+  __device__ __forceinline__ void select_held(const Vector<T> (&held)[kDepth]) const {
+    const Slice slice(0, 1, scores.vectors);
+    if (scores.length > k()) {
+      unsigned keys[kDepth][kWidth / 2];
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
+        const bool inside = threadIdx.x + d * kThreads < scores.vectors;
+#pragma unroll
+        for (int w = 0; w < kWidth; w += 2) {
+          // Below all where there is none.
+          const unsigned both = inside ? coarse_keys(half_pair(held[d].at[w], held[d].at[w + 1])) : 0;
+          keys[d][w / 2] = both;
+          if (inside) {
+            atomicAdd(&histogram()[(both & 0xffff) >> 5], 1);
+            atomicAdd(&histogram()[both >> 21], 1);
+          }
+        }
+      }
+      const auto bin_of = [](float x) { return coarse_keys(half_pair(x, x)) >> 21; };
+      ends(slice, [&](float x, int) { atomicAdd(&histogram()[bin_of(x)], 1); });
+      if (threadIdx.x == 0) state().kept = 0, state().slots = 0;
+      __syncthreads();
+      find_bins(0, k(), 0);
+      const Found found = state().found[0];
+      // Up to bin 31 it is no number.
+      if (found.bin > 31 && found.above + found.count <= capacity()) return put_held(held, keys, slice, found);
+      __syncthreads();
+    }
+    collect(slice, 0, kAllKeys);
+    finish(own_list(), state().count, kDirect, {0, 0}, false);
+  }
+
+  // What lies in the bins above that of the K-th, and the best of its bin.
+  __device__ __forceinline__ void put_held(const Vector<T> (&held)[kDepth], const unsigned (&keys)[kDepth][kWidth / 2],
+                                           const Slice& slice, Found found) const {
+    const bool ordered = request.order != kUnordered;
+    const unsigned low = found.bin << 5, high = low + 32;
+    // What reaches this goes to the output, or to the list where it is to be ordered.
+    const unsigned reach = ordered ? low : high;
+    const auto key = [&](int d, int w) { return w % 2 ? keys[d][w / 2] >> 16 : keys[d][w / 2] & 0xffff; };
+    unsigned mine = 0;
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+#pragma unroll
+      for (int w = 0; w < kWidth; w++) mine += key(d, w) >= reach;
+    }
+    unsigned inclusive = mine;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+      const unsigned below = __shfl_up_sync(~0u, inclusive, lanes);
+      if (lane >= lanes) inclusive += below;
+    }
+    unsigned at = 0;
+    if (lane == 31) at = atomicAdd(&state().kept, inclusive);
+    at = __shfl_sync(~0u, at, 31) + inclusive - mine;
+    const auto give = [&](unsigned at, u64 rank) {
+      if (ordered) own_list()[at] = rank;
+      else put(at, rank);
+    };
+    // The few of the K-th's bin; ordered, they are with the others.
+    const auto keep = [&](u64 rank) { own_list()[atomicAdd(&state().slots, 1)] = rank; };
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+#pragma unroll
+      for (int w = 0; w < kWidth; w++) {
+        if (key(d, w) >= low) {
+          const u64 rank = rank_of(key_of_number(widen(held[d].at[w])), scores.column(threadIdx.x + d * kThreads) + w);
+          if (key(d, w) >= reach) give(at++, rank);
+          else keep(rank);
+        }
+      }
+    }
+    ends(slice, [&](float x, int column) {
+      const unsigned both = coarse_keys(half_pair(x, x)) >> 16;
+      if (both < low) return;
+      const u64 rank = rank_of(key_of_number(x), column);
+      if (both >= reach) give(atomicAdd(&state().kept, 1), rank);
+      else keep(rank);
+    });
+    if (threadIdx.x == 0) {
+      state().counters.read += scores.length;
+      state().counters.admitted += found.above + found.count;
+    }
+    __syncthreads();
+    const int m = found.count;
+    put_route(kDirect);
+    if (ordered) {
+      finish_any(own_list(), found.above + m, k());
+    } else if (m <= kRanked) {
+      put_ranked(own_list(), m, found.above);
+    } else {
+      const u64 threshold = refine(own_list(), m, k() - found.above);
+      put_unordered(own_list(), m, found.above, [&](u64 rank) { return rank >= threshold; });
+    }
+    put_rest(k());
+  }
+
+  // Of up to kRanked candidates the best that there is room for after the first `above`.
+  __device__ __forceinline__ void put_ranked(List list, int m, unsigned above) const {
+    if (threadIdx.x < m) {
+      const u64 mine = list[threadIdx.x];
+      unsigned better = above;
+#pragma unroll 4
+      for (int other = 0; other < m; other++) better += list[other] > mine;
+      if (better < k()) put(better, mine);
+    }
+  }
+
+  // The same, where nothing of the row is held yet.
+  __device__ __noinline__ void select_fitting() const {
+    Vector<T> held[kDepth];
+    load(held, Slice(0, 1, scores.vectors), threadIdx.x);
+    select_held(held);
+  }
+
   // Bucket sort of the selected: by their bits, then within each bucket by comparing all pairs.
   __device__ __noinline__ void put_ordered(List list, int n, u64 threshold, unsigned count) const {
     const bool by_value = request.order == kByValue;
@@ -1024,13 +1124,11 @@ struct Selector {
     const FromTop mine(buckets());
     __syncthreads();
     bool crowded = false;
-    if (threadIdx.x < kScanning) {
-      unsigned before = mine.before();
+    unsigned before = mine.before();
 #pragma unroll
-      for (int i = 0; i < FromTop::kOwn; i++) {
-        offsets[mine.top - i] = before, before += mine.own[i];
-        crowded |= mine.own[i] > kCrowd;
-      }
+    for (int i = 0; i < FromTop::kOwn; i++) {
+      offsets[mine.top - i] = before, before += mine.own[i];
+      crowded |= mine.own[i] > kCrowd;
     }
     crowded = __syncthreads_or(crowded);
 #pragma unroll 2
@@ -1103,17 +1201,39 @@ __device__ __forceinline__ void begin() {
   __syncthreads();
 }
 
-// Sends for a block's part of the row, to L2, as if it had all of the width: before the bounds are known.
-template <class T>
-__device__ __forceinline__ void prefetch(const Request& request, long long row, int rank, int blocks) {
-  constexpr int kLine = 128 / sizeof(T);
-  const int each = (request.width + blocks - 1) >> log_of(blocks);
-  const int at = rank * each + threadIdx.x * kLine;
-  if (threadIdx.x * kLine < each && at < request.width) {
-    const T* line = static_cast<const T*>(request.scores) + row * request.pitch + at;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+// What a block reads first of its row: with kHeld its first vectors, and its first sampled ones.
+template <class T, bool kHeld>
+struct Opening {
+  Vector<T> held[kDepth], sampled[kDepth];
+  bool early;
+
+  // Where every row starts at 0, that need not wait for its end: what lies beyond it is only not looked at.
+  // And what follows in the block's part of the row is sent for, to L2.
+  __device__ __forceinline__ Opening(const Request& request, long long row, int rank) {
+    const Selector<T> whole(request, row, 0, request.width, 1);
+    early = request.start.kind == kNone && !request.fixed_stride;
+    if (early) load(whole, rank);
+    if (!kHeld) return;
+    constexpr int kMost = 32;
+    const Slice slice(rank, request.blocks, whole.scores.vectors);
+    // Eight threads have a line.
+    const int from = early ? kDepth : 0;
+    if (threadIdx.x % 8 == 0) {
+#pragma unroll 4
+      for (int d = from; d < kMost; d++) {
+        const int j = slice.first + d * slice.step;
+        if (j >= slice.end) break;
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(whole.scores.whole() + j));
+      }
+    }
   }
-}
+
+  __device__ __forceinline__ void load(const Selector<T>& selector, int rank) {
+    const Slice slice(rank, selector.request.blocks, selector.scores.vectors);
+    if (!selector.request.fixed_stride) selector.load_sampled(sampled);
+    if (kHeld) selector.load(held, slice, slice.first);
+  }
+};
 
 // Whether a row needs no scores.
 __device__ __forceinline__ bool is_trivial(const Request& request, int length) {
