@@ -21,7 +21,7 @@ __device__ void select_block(const Request& request) {
   selector.template collect_primary<kAlone>(slice, proposal, opening.held);
   int route = proposal.primary > kNegInfinityKey && request.stride > 1 ? kPrimary : kDirect;
   if (state().count < request.k) route = selector.recover(slice, proposal);
-  selector.finish(own_list(), state().count, route, proposal.leading, false);
+  selector.finish(own_list(), state().count, route, proposal.leading);
 }
 
 // Rows none of which is longer than a block holds.

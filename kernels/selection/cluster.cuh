@@ -74,10 +74,11 @@ struct Team {
     };
     unsigned low = proposal.primary;
     int route = kPrimary;
-    if (selector.request.band && proposal.secondary < low) {
+    const unsigned secondary = selector.secondary_of(proposal);
+    if (selector.request.band && secondary < low) {
       route = kBand;
-      more(proposal.secondary, low);
-      low = proposal.secondary;
+      more(secondary, low);
+      low = secondary;
     }
     if (*total >= selector.k()) return route;
     selector.count_leading(slice, low);
@@ -142,7 +143,7 @@ __device__ __noinline__ void select_by_barriers(const Selector<T>& selector, uns
   if (total > request.capacity) total = team.merge();
   // The leader's memory is read no more; the others' neither.
   cluster_arrive_relaxed();
-  if (rank == 0) selector.finish(team.received, total, route, proposal.leading, false);
+  if (rank == 0) selector.finish(team.received, total, route, proposal.leading);
   __syncwarp();
   cooperative_groups::this_cluster().barrier_wait();
 }
@@ -205,21 +206,42 @@ __device__ void select_cluster(const Request& request) {
   const bool serves = total >= request.k && !__any_sync(~0u, of_lane > room);
   if (threadIdx.x > 0 && threadIdx.x < blocks) told.send(&enough, serves, threadIdx.x);
   if (!serves) return select_by_barriers(selector, rank, blocks, proposal);
-  // One list, and its leading histogram. A few warps for each member's part.
-  const int warps = kWarps >> log_of(blocks), member = warp / warps;
-  const unsigned from = __reduce_add_sync(~0u, lane < member ? of_lane : 0);
-  const int n = __shfl_sync(~0u, of_lane, member);
-#pragma unroll 2
-  for (int i = warp % warps * 32 + lane; i < n; i += 32 * warps) {
-    const u64 rank = inbox[member * room + i];
-    own_list()[from + i] = rank;
-    atomicAdd(&buckets()[proposal.leading.bin(key_in(rank))], 1);
-  }
   if (threadIdx.x == 0) {
     const unsigned sampled = request.stride > 1 ? selector.sample_size() : selector.scores.length;
     state().counters.read = (u64)sampled * blocks + selector.scores.length;
     state().counters.admitted = total;
   }
+  // A few warps for each member's part.
+  const int warps = kWarps >> log_of(blocks), member = warp / warps;
+  const int first = warp % warps * 32 + lane, n = __shfl_sync(~0u, of_lane, member);
+  const List part = {inbox.first + (int)(member * room)};
+  bool put = false;
+  if (request.order == kUnordered && request.stride > 1 && total > request.k) {
+    selector.put_route(kPrimary);
+    const auto put_from = [&](auto& mine) {
+#pragma unroll
+      for (int e = 0; e < sizeof(mine) / sizeof(u64); e++) {
+        const int i = first + e * 32 * warps;
+        mine[e] = i < n ? part[i] : 0;
+      }
+      return selector.put_leading(mine, proposal.leading);
+    };
+    // No more of any member: alike in all threads.
+    if (__any_sync(~0u, of_lane > kEach * 32 * warps)) {
+      u64 mine[2 * kEach];
+      put = put_from(mine);
+    } else {
+      u64 mine[kEach];
+      put = put_from(mine);
+    }
+    if (put) return selector.put_rest(request.k);
+  }
+  // One list of all.
+  const unsigned from = __reduce_add_sync(~0u, lane < member ? of_lane : 0);
+#pragma unroll 2
+  for (int i = first; i < n; i += 32 * warps) own_list()[from + i] = part[i];
   __syncthreads();
-  selector.finish(own_list(), total, request.stride > 1 ? kPrimary : kDirect, proposal.leading, true);
+  selector.put_route(request.stride > 1 ? kPrimary : kDirect);
+  selector.finish_any(own_list(), total, request.k);
+  selector.put_rest(request.k);
 }

@@ -43,6 +43,7 @@
 #include "../common/block.cuh"
 #include "../common/order.cuh"
 #include "../common/row.cuh"
+#include "../common/warp.cuh"
 
 typedef unsigned long long u64;
 
@@ -54,8 +55,12 @@ constexpr int kSlack = 4096;
 constexpr int kRanked = 256;
 // Buckets up to here are ordered by comparing all pairs.
 constexpr int kCrowd = 128;
+// Candidates that a thread has in registers at the end, or twice as many.
+constexpr int kEach = 8;
 // Vectors that each thread has in flight, and as many again in a long pass.
 constexpr int kDepth = 4;
+// Vectors of the sample that each thread has in flight; a hash has a byte for each.
+constexpr int kSampled = 2;
 // Words before a block's candidates in the workspace.
 constexpr int kHeader = 16;
 
@@ -73,12 +78,10 @@ struct Bound {
 
   // Inside [0, width]; `missing` where there is none.
   __device__ __forceinline__ int of(long long row, int width, int missing) const {
-    long long v = missing;
-    if (kind == kI32) v = static_cast<const int*>(at)[row * stride];
-    if (kind == kI64) v = static_cast<const long long*>(at)[row * stride];
-    // From 2^31 up: a negative number that was stored as unsigned.
-    if (kind == kU32) v = static_cast<const int*>(at)[row * stride];
-    return (int)min(max(v, 0ll), (long long)width);
+    if (kind == kNone) return missing;
+    if (kind == kI64) return (int)min(max(static_cast<const long long*>(at)[row * stride], 0ll), (long long)width);
+    // U32 from 2^31 up: a negative number that was stored as unsigned.
+    return min(max(static_cast<const int*>(at)[row * stride], 0), width);
   }
 };
 
@@ -250,54 +253,53 @@ __device__ __forceinline__ float coarse_value(unsigned key) {
   return __half2float(__ushort_as_half((unsigned short)(key ^ (key >> 15 ? 0x8000u : 0xffffu))));
 }
 
-// The sums over this thread's bins, from the top.
+// This thread's bins, from the top: four of them.
 struct FromTop {
   static constexpr int kOwn = kBins / kThreads;
   static_assert(kOwn == 4, "a vector a thread");
-  unsigned own[kOwn], inclusive, sum;
+  unsigned own[kOwn], sum;
   int top;
 
-  // All threads call, and a barrier follows.
   __device__ __forceinline__ explicit FromTop(const unsigned* histogram) {
     top = kBins - 1 - (int)threadIdx.x * kOwn;
     const uint4 four = *reinterpret_cast<const uint4*>(histogram + top - 3);
     own[0] = four.w, own[1] = four.z, own[2] = four.y, own[3] = four.x;
     sum = four.x + four.y + four.z + four.w;
-    inclusive = sum;
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      const unsigned below = __shfl_up_sync(~0u, inclusive, lanes);
-      if (lane >= lanes) inclusive += below;
-    }
-    if (lane == 31) state().parts[threadIdx.x / 32] = inclusive;
   }
-
-  // The counts above this thread's bins.
-  __device__ __forceinline__ unsigned before() const {
-    const int lane = threadIdx.x % 32;
-    return inclusive - sum + __reduce_add_sync(~0u, lane < threadIdx.x / 32 ? state().parts[lane] : 0);
+  // All threads call, and a barrier follows.
+  __device__ __forceinline__ unsigned tell_others() const {
+    const unsigned of_warp = __reduce_add_sync(~0u, sum);
+    if (threadIdx.x % 32 == 0) state().parts[threadIdx.x / 32] = of_warp;
+    return of_warp;
+  }
+  // The counts above this warp's bins.
+  static __device__ __forceinline__ unsigned before_warp() {
+    return __reduce_add_sync(~0u, threadIdx.x % 32 < threadIdx.x / 32 ? state().parts[threadIdx.x % 32] : 0);
   }
 };
 
-// The bin of a histogram, 0 or 1, in which the counts from the top reach `need`, and, for `deeper`, another.
+// The bin of a histogram, 0 or 1, in which the counts from the top reach `need`, and, unless it is 0, `deeper`.
 // A bin of ~0 where they don't. With a barrier at the end.
 __device__ __noinline__ void find_bins(int which, unsigned need, unsigned deeper) {
   if (threadIdx.x < 2) state().found[threadIdx.x] = Found{~0u, 0, 0};
   const FromTop mine(histogram() + which * kBins);
+  const unsigned of_warp = mine.tell_others();
   __syncthreads();
-  const unsigned before = mine.before();
+  const unsigned before = FromTop::before_warp();
 #pragma unroll 1
   for (int n = 0; n < 2; n++) {
-    const unsigned reach = n ? deeper : need;
-    if (before < reach && reach <= before + mine.sum) {
-      unsigned above = before;
+    const unsigned reach = (n ? deeper : need) - before;
+    // One warp has it, and only that one looks closer: what every warp does costs the time of all.
+    if (reach - 1 < of_warp) {
+      unsigned above = inclusive_sum(mine.sum) - mine.sum;
+      if (reach - above - 1 < mine.sum) {
 #pragma unroll
-      for (int i = 0; i < FromTop::kOwn; i++) {
-        if (above < reach && reach <= above + mine.own[i]) {
-          state().found[n] = Found{(unsigned)(mine.top - i), above, mine.own[i]};
+        for (int i = 0; i < FromTop::kOwn; i++) {
+          if (reach - above - 1 < mine.own[i]) {
+            state().found[n] = Found{(unsigned)(mine.top - i), before + above, mine.own[i]};
+          }
+          above += mine.own[i];
         }
-        above += mine.own[i];
       }
     }
   }
@@ -405,6 +407,30 @@ __device__ __noinline__ u64 compact(List list, int n, unsigned k) {
   return threshold;
 }
 
+// Element i of words that lie in registers, where there is no index: by halving.
+template <int kWords>
+__device__ __forceinline__ unsigned pick_word(const unsigned (&words)[kWords], int i) {
+  if constexpr (kWords == 1) {
+    return words[0];
+  } else {
+    unsigned half[kWords / 2];
+#pragma unroll
+    for (int at = 0; at < kWords / 2; at++) half[at] = i & (kWords / 2) ? words[at + kWords / 2] : words[at];
+    return pick_word<kWords / 2>(half, i);
+  }
+}
+// Score i of 16.
+template <class T>
+__device__ __forceinline__ float pick(const Vector<T>* v, int i) {
+  constexpr int kPerWord = 4 / sizeof(T);
+  unsigned words[16 / kPerWord];
+#pragma unroll
+  for (int d = 0; d < 4 / kPerWord; d++) memcpy(words + 4 * d, &v[d], 16);
+  const unsigned word = pick_word<16 / kPerWord>(words, i / kPerWord);
+  if constexpr (kPerWord == 1) return __uint_as_float(word);
+  else return widen(from_bits<T>(i & 1 ? word >> 16 : word & 0xffff));
+}
+
 // Appends what reaches the cutoff of those of n > 0 vectors that a warp has: its first, each `step` after the
 // one before. A warp has one word with the others for 16 scores a lane. Ends early once the list is
 // over-full.
@@ -420,33 +446,33 @@ struct Stream {
 
   // Whether there was room.
   __device__ __forceinline__ bool append(const Vector<T>* v, int j) const {
-    unsigned mine = 0;
-    const auto hits = [&](int d, int w) { return j + d * step < n && widen(v[d].at[w]) >= cut; };
+    unsigned hits = 0;
 #pragma unroll
     for (int d = 0; d < kAtOnce; d++) {
 #pragma unroll
-      for (int w = 0; w < kWidth; w++) mine += hits(d, w);
+      for (int w = 0; w < kWidth; w++) hits |= (unsigned)(widen(v[d].at[w]) >= cut) << (d * kWidth + w);
     }
-    if (!__any_sync(~0u, mine)) return true;
-    // Of this lane and those after it.
-    unsigned rest = mine;
+    if (!__any_sync(~0u, hits)) return true;
     const int lane = threadIdx.x % 32;
+    if (j - lane + 31 + (kAtOnce - 1) * step >= n) {
+      // The last vector has come more than once.
 #pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      const unsigned after = __shfl_down_sync(~0u, rest, lanes);
-      if (lane + lanes < 32) rest += after;
-    }
-    unsigned end = 0;
-    if (lane == 0) end = shared_add(&state().count, rest) + rest;
-    end = __shfl_sync(~0u, end, 0);
-    if (end > capacity) return false;
-    u64* at = own_list().at() + (end - rest);
-#pragma unroll
-    for (int d = 0; d < kAtOnce; d++) {
-#pragma unroll
-      for (int w = 0; w < kWidth; w++) {
-        if (hits(d, w)) *at++ = rank_of(key_of_number(widen(v[d].at[w])), column + (j + d * step) * kWidth + w);
+      for (int d = 0; d < kAtOnce; d++) {
+        if (j + d * step >= n) hits &= ~(((1u << kWidth) - 1) << (d * kWidth));
       }
+    }
+    const unsigned mine = __popc(hits), inclusive = inclusive_sum(mine);
+    unsigned end = 0;
+    if (lane == 31) end = shared_add(&state().count, inclusive);
+    end = __shfl_sync(~0u, end, 31) + inclusive;
+    if (__any_sync(~0u, end > capacity)) return false;
+    int at = end - mine;
+    // Few have many: a loop over what is there is shorter than one over what could be.
+#pragma unroll 1
+    while (hits) {
+      const int i = __ffs(hits) - 1;
+      hits &= hits - 1;
+      own_list()[at++] = rank_of(key_of_number(pick(v, i)), column + (j + i / kWidth * step) * kWidth + i % kWidth);
     }
     return true;
   }
@@ -519,57 +545,58 @@ struct Selector {
 
   // Of the jittered view two neighbours at a time: memory gives no less than both.
   __device__ __forceinline__ int groups() const { return scores.vectors >> log_of(request.stride) & ~1; }
-  __device__ __forceinline__ Vector<T> sampled(int group) const {
-    const int stride = request.stride;
-    unsigned hash = (group / 2) * 0x9e3779b1u + (unsigned)row * 0x85ebca6bu;
+  // The sampled vectors of this thread's next groups, from `group` on.
+  __device__ __forceinline__ void load_sampled(Vector<T> (&v)[kSampled], int group) const {
+    const int stride = request.stride, n = groups();
+    unsigned hash = (group >> 1) * 0x9e3779b1u + (unsigned)row * 0x85ebca6bu;
     hash = (hash ^ hash >> 15) * 0x2c1b3c6du;
     hash ^= hash >> 12;
-    return scores.load(((group / 2) * stride + (int)(hash & (stride - 1))) * 2 + group % 2);
-  }
-  // This thread's first ones.
-  __device__ __forceinline__ void load_sampled(Vector<T> (&v)[kDepth]) const {
+    const uint4* first = scores.whole() + ((group >> 1) * stride * 2 + (group & 1));
 #pragma unroll
-    for (int d = 0; d < kDepth; d++) {
-      if (threadIdx.x + d * kThreads < groups()) v[d] = sampled(threadIdx.x + d * kThreads);
+    for (int d = 0; d < kSampled; d++) {
+      const int place = (hash >> (8 * d) & (stride - 1)) * 2;
+      if (group + d * kThreads < n) {
+        const uint4 raw = __ldcg(first + (place + d * kThreads * stride));
+        memcpy(&v[d], &raw, sizeof(raw));
+      }
     }
   }
 
   // f(score) for every sampled score, of which the jittered view's first are there.
   template <class F>
-  __device__ __forceinline__ void for_each_sampled(Vector<T> (&v)[kDepth], F f) const {
+  __device__ __forceinline__ void for_each_sampled(Vector<T> (&v)[kSampled], F f) const {
     if (request.fixed_stride) {
       const int n = sample_size();
 #pragma unroll 2
       for (int i = threadIdx.x; i < n; i += kThreads) f(widen(scores.data[view_start() + (long long)i * request.stride]));
       return;
     }
-    int group = threadIdx.x;
 #pragma unroll 1
-    while (true) {
+    for (int group = threadIdx.x; group < groups(); group += kSampled * kThreads) {
+      Vector<T> next[kSampled];
+      load_sampled(next, group + kSampled * kThreads);
 #pragma unroll
-      for (int d = 0; d < kDepth; d++) {
+      for (int d = 0; d < kSampled; d++) {
         if (group + d * kThreads < groups()) {
 #pragma unroll
           for (int w = 0; w < kWidth; w++) f(widen(v[d].at[w]));
         }
-      }
-      group += kDepth * kThreads;
-      if (group >= groups()) return;
-#pragma unroll
-      for (int d = 0; d < kDepth; d++) {
-        if (group + d * kThreads < groups()) v[d] = sampled(group + d * kThreads);
+        v[d] = next[d];
       }
     }
   }
 
   struct Proposal {
-    // Keys; 0 where there is no number to cut at.
-    unsigned primary, secondary;
+    // A key; 0 where there is no number to cut at.
+    unsigned primary;
+    // Where the secondary cutoff lies: a key, or its bin and how much of the sample it is to hold.
+    Found second;
+    unsigned secondary, deeper;
     Leading leading;
   };
 
   // From the sample, whose first are there. The histogram is clear.
-  __device__ __forceinline__ Proposal propose(Vector<T> (&first_sampled)[kDepth]) const {
+  __device__ __forceinline__ Proposal propose(Vector<T> (&first_sampled)[kSampled]) const {
     const unsigned sampled = sample_size();
     // Approximate operations will do, alike in all blocks of a row.
     const float fraction = __fdividef(sampled, scores.length);
@@ -592,9 +619,13 @@ struct Selector {
     }
     Proposal proposal;
     proposal.primary = cut_in(first, need);
-    proposal.secondary = cut_in(second, deeper);
+    proposal.second = second, proposal.secondary = 0, proposal.deeper = deeper;
     proposal.leading = leading_from(proposal.primary, 18, __fdividef(first.count, fraction));
     return proposal;
+  }
+
+  __device__ __forceinline__ unsigned secondary_of(const Proposal& proposal) const {
+    return max(proposal.secondary, cut_in(proposal.second, proposal.deeper));
   }
 
   // The key at which a coarse bin is cut.
@@ -615,15 +646,15 @@ struct Selector {
 
   // Where a bin holds a quarter of the sample, its keys are looked at more closely.
   __device__ __noinline__ Proposal propose_within(Found first, unsigned need, unsigned deeper) const {
-    Proposal proposal = {0, 0, {0, 0}};
+    Proposal proposal = {0, {~0u, 0, 0}, 0, 0, {0, 0}};
     if (first.bin <= 31) return proposal;
     const unsigned low = key_of(coarse_value((first.bin << 5) - 1));
     const unsigned high = key_of(coarse_value(min((first.bin + 1) << 5, 0xfc00)));
     const int shift = bin_shift((u64)(high - low));
     clear(histogram());
     __syncthreads();
-    Vector<T> v[kDepth];
-    if (!request.fixed_stride) load_sampled(v);
+    Vector<T> v[kSampled];
+    if (!request.fixed_stride) load_sampled(v, threadIdx.x);
     for_each_sampled(v, [&](float x) {
       const unsigned key = key_of(x);
       if (key >= low) atomicAdd(&histogram()[min((key - low) >> shift, kBins - 1)], 1);
@@ -834,10 +865,11 @@ struct Selector {
   __device__ __noinline__ int recover(const Slice& slice, const Proposal& proposal) const {
     unsigned low = proposal.primary;
     int route = kPrimary;
-    if (request.band && proposal.secondary < low) {
+    const unsigned secondary = secondary_of(proposal);
+    if (request.band && secondary < low) {
       route = kBand;
-      collect(slice, proposal.secondary, low);
-      low = proposal.secondary;
+      collect(slice, secondary, low);
+      low = secondary;
     }
     if (state().count >= k()) return route;
     const unsigned need = k() - state().count;
@@ -883,15 +915,14 @@ struct Selector {
   }
 
   // The best of n candidates to the output. All threads have arrived, and see the list. `leading` are
-  // bins for keys that are all at least its `low`; `counted` says that the leading histogram is there, else
-  // it is clear.
-  __device__ __forceinline__ void finish(List list, int n, int route, Leading leading, bool counted) const {
+  // bins for keys that are all at least its `low`; their histogram is clear.
+  __device__ __forceinline__ void finish(List list, int n, int route, Leading leading) const {
     put_route(route);
     const unsigned count = min((unsigned)n, k());
     if (n <= (int)k() || request.order != kUnordered || route != kPrimary) {
       finish_any(list, n, count);
     } else {
-      finish_primary(list, n, leading, counted);
+      finish_primary(list, n, leading);
     }
     put_rest(count);
   }
@@ -928,52 +959,84 @@ struct Selector {
     }
   }
 
-  // More than K candidates in any order: those in the bins above that of the K-th, and of its bin those that
-  // all pairs say.
-  __device__ __forceinline__ void finish_primary(List list, int n, Leading leading, bool counted) const {
-    if (!counted) {
-#pragma unroll 1
-      for (int i = threadIdx.x; i < n; i += kThreads) atomicAdd(&buckets()[leading.bin(key_in(list[i]))], 1);
-      __syncthreads();
+  // More than K candidates in any order.
+  __device__ __forceinline__ void finish_primary(List list, int n, Leading leading) const {
+    bool put;
+    if (n <= kEach * kThreads) put = put_from<kEach>(list, n, leading);
+    else put = put_from<2 * kEach>(list, n, leading);
+    if (!put) finish_any(list, n, k());
+  }
+  template <int kMost>
+  __device__ __forceinline__ bool put_from(List list, int n, Leading leading) const {
+    u64 mine[kMost];
+#pragma unroll
+    for (int e = 0; e < kMost; e++) {
+      const int i = threadIdx.x + e * kThreads;
+      mine[e] = i < n ? list[i] : 0;
+    }
+    return put_leading(mine, leading);
+  }
+
+  // The best of more than K candidates, in any order: by their leading histogram those in the bins above that
+  // of the K-th, and of its bin those that all pairs say. They lie in registers, 0 where there is none. False
+  // and nothing done where too many share the bin. The histogram is clear.
+  template <int kMost>
+  __device__ __forceinline__ bool put_leading(const u64 (&mine)[kMost], Leading leading) const {
+    static_assert(2 * kEach * kThreads >= 2 * kSlack, "all that fits in a list");
+#pragma unroll
+    for (int e = 0; e < kMost; e++) {
+      const unsigned key = key_in(mine[e]);
+      if (key >= leading.low) atomicAdd(&buckets()[leading.bin(key)], 1);
     }
     if (threadIdx.x == 0) state().kept = 0, state().slots = 0;
+    __syncthreads();
     find_bins(1, k(), 0);
     const Found found = state().found[0];
-    // Too much in one bin, or beyond the last: by the whole range of the candidates.
-    if (found.count > kRanked || found.bin == kBins - 1) return finish_any(list, n, k());
-    const int lane = threadIdx.x % 32;
-    unsigned total = 0;
-#pragma unroll 1
-    for (int base = 0; base < n; base += kThreads) {
-      const int i = base + threadIdx.x;
-      unsigned bin = 0;
-      if (i < n) {
-        const u64 rank = list[i];
-        bin = leading.bin(key_in(rank));
-        if (bin == found.bin) state().ranked[atomicAdd(&state().slots, 1)] = rank;
+    // In the last bin is what is beyond it, too.
+    if (found.count > kRanked || found.bin == kBins - 1) return false;
+    const unsigned low = leading.low + (found.bin << leading.shift), high = low + (1u << leading.shift);
+    unsigned above = 0;
+#pragma unroll
+    for (int e = 0; e < kMost; e++) above += key_in(mine[e]) >= high;
+    unsigned at = places(above);
+    unsigned* positions = request.positions + row * k();
+    float* values = request.values + row * k();
+#pragma unroll
+    for (int e = 0; e < kMost; e++) {
+      const unsigned key = key_in(mine[e]);
+      if (key >= high) {
+        positions[at] = position_in(mine[e]);
+        if (request.values) values[at] = value_of(key);
+        at++;
+      } else if (key >= low) {
+        state().ranked[atomicAdd(&state().slots, 1)] = mine[e];
       }
-      total += __popc(__ballot_sync(~0u, i < n && bin > found.bin));
     }
-    unsigned at = 0;
-    if (lane == 0) at = atomicAdd(&state().kept, total);
-    at = __shfl_sync(~0u, at, 0);
     __syncthreads();
+    put_ranked(state().ranked, found.count, found.above);
+    return true;
+  }
+
+  // Where this thread's so many go, after those of lanes before it and of warps that came before.
+  static __device__ __forceinline__ unsigned places(unsigned mine) {
+    const unsigned inclusive = inclusive_sum(mine);
+    unsigned at = 0;
+    if (threadIdx.x % 32 == 31) at = shared_add(&state().kept, inclusive);
+    return __shfl_sync(~0u, at, 31) + inclusive - mine;
+  }
+
+  // Of up to kRanked candidates the best that there is room for after the first `above`: each is compared with
+  // all, by eight threads.
+  __device__ __forceinline__ void put_ranked(const u64* ranked, int m, unsigned above) const {
 #pragma unroll 1
-    for (int base = 0; base < n; base += kThreads) {
-      const int i = base + threadIdx.x;
-      const u64 rank = i < n ? list[i] : 0;
-      const bool mine = i < n && leading.bin(key_in(rank)) > found.bin;
-      const unsigned keeps = __ballot_sync(~0u, mine);
-      if (mine) put(at + __popc(keeps & ((1u << lane) - 1)), rank);
-      at += __popc(keeps);
-    }
-    const int m = found.count;
-    if (threadIdx.x < m) {
-      const u64 mine = state().ranked[threadIdx.x];
-      unsigned better = found.above;
+    for (int base = 0; base < m; base += kThreads / 8) {
+      const int i = base + (int)threadIdx.x / 8;
+      const u64 mine = ranked[min(i, m - 1)];
+      unsigned better = 0;
 #pragma unroll 4
-      for (int other = 0; other < m; other++) better += state().ranked[other] > mine;
-      if (better < k()) put(better, mine);
+      for (int other = threadIdx.x % 8; other < m; other += 8) better += ranked[other] > mine;
+      better = warp_reduce<8>(better, [](unsigned a, unsigned b) { return a + b; }) + above;
+      if (threadIdx.x % 8 == 0 && i < m && better < k()) put(better, mine);
     }
   }
 
@@ -1012,7 +1075,7 @@ struct Selector {
       __syncthreads();
     }
     collect(slice, 0, kAllKeys);
-    finish(own_list(), state().count, kDirect, {0, 0}, false);
+    finish(own_list(), state().count, kDirect, {0, 0});
   }
 
   // What lies in the bins above that of the K-th, and the best of its bin.
@@ -1029,28 +1092,24 @@ struct Selector {
 #pragma unroll
       for (int w = 0; w < kWidth; w++) mine += key(d, w) >= reach;
     }
-    unsigned inclusive = mine;
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      const unsigned below = __shfl_up_sync(~0u, inclusive, lanes);
-      if (lane >= lanes) inclusive += below;
-    }
-    unsigned at = 0;
-    if (lane == 31) at = atomicAdd(&state().kept, inclusive);
-    at = __shfl_sync(~0u, at, 31) + inclusive - mine;
+    unsigned at = places(mine);
     const auto give = [&](unsigned at, u64 rank) {
       if (ordered) own_list()[at] = rank;
       else put(at, rank);
     };
     // The few of the K-th's bin; ordered, they are with the others.
     const auto keep = [&](u64 rank) { own_list()[atomicAdd(&state().slots, 1)] = rank; };
+    const bool plain = !ordered && !request.values;
+    unsigned* positions = request.positions + row * k();
 #pragma unroll
     for (int d = 0; d < kDepth; d++) {
+      const int column = scores.column(threadIdx.x + d * kThreads);
 #pragma unroll
       for (int w = 0; w < kWidth; w++) {
-        if (key(d, w) >= low) {
-          const u64 rank = rank_of(key_of_number(widen(held[d].at[w])), scores.column(threadIdx.x + d * kThreads) + w);
+        if (plain && key(d, w) >= reach) {
+          positions[at++] = column + w;
+        } else if (key(d, w) >= low) {
+          const u64 rank = rank_of(key_of_number(widen(held[d].at[w])), column + w);
           if (key(d, w) >= reach) give(at++, rank);
           else keep(rank);
         }
@@ -1073,7 +1132,7 @@ struct Selector {
     if (ordered) {
       finish_any(own_list(), found.above + m, k());
     } else if (m <= kRanked) {
-      put_ranked(own_list(), m, found.above);
+      put_ranked(own_list().at(), m, found.above);
     } else {
       const u64 threshold = refine(own_list(), m, k() - found.above);
       put_unordered(own_list(), m, found.above, [&](u64 rank) { return rank >= threshold; });
@@ -1081,18 +1140,7 @@ struct Selector {
     put_rest(k());
   }
 
-  // Of up to kRanked candidates the best that there is room for after the first `above`.
-  __device__ __forceinline__ void put_ranked(List list, int m, unsigned above) const {
-    if (threadIdx.x < m) {
-      const u64 mine = list[threadIdx.x];
-      unsigned better = above;
-#pragma unroll 4
-      for (int other = 0; other < m; other++) better += list[other] > mine;
-      if (better < k()) put(better, mine);
-    }
-  }
-
-  // The same, where nothing of the row is held yet.
+  // The selection of such a row, where nothing of it is held yet.
   __device__ __noinline__ void select_fitting() const {
     Vector<T> held[kDepth];
     load(held, Slice(0, 1, scores.vectors), threadIdx.x);
@@ -1122,9 +1170,10 @@ struct Selector {
     __syncthreads();
     unsigned* offsets = histogram();
     const FromTop mine(buckets());
+    mine.tell_others();
     __syncthreads();
     bool crowded = false;
-    unsigned before = mine.before();
+    unsigned before = FromTop::before_warp() + inclusive_sum(mine.sum) - mine.sum;
 #pragma unroll
     for (int i = 0; i < FromTop::kOwn; i++) {
       offsets[mine.top - i] = before, before += mine.own[i];
@@ -1194,17 +1243,15 @@ struct Selector {
 __device__ __forceinline__ void begin() {
   clear(histogram());
   clear(buckets());
-  if (threadIdx.x == 0) {
-    state().count = 0, state().inbox = 0;
-    state().counters = state().gathered = RouteCounters{0, 0, 0, 0};
-  }
+  if (threadIdx.x == 0) state().count = 0, state().inbox = 0;
+  if (threadIdx.x == kThreads - 1) state().counters = state().gathered = RouteCounters{0, 0, 0, 0};
   __syncthreads();
 }
 
 // What a block reads first of its row: with kHeld its first vectors, and its first sampled ones.
 template <class T, bool kHeld>
 struct Opening {
-  Vector<T> held[kDepth], sampled[kDepth];
+  Vector<T> held[kDepth], sampled[kSampled];
   bool early;
 
   // Where every row starts at 0, that need not wait for its end: what lies beyond it is only not looked at.
@@ -1230,7 +1277,7 @@ struct Opening {
 
   __device__ __forceinline__ void load(const Selector<T>& selector, int rank) {
     const Slice slice(rank, selector.request.blocks, selector.scores.vectors);
-    if (!selector.request.fixed_stride) selector.load_sampled(sampled);
+    if (!selector.request.fixed_stride) selector.load_sampled(sampled, threadIdx.x);
     if (kHeld) selector.load(held, slice, slice.first);
   }
 };

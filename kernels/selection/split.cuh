@@ -84,5 +84,5 @@ __device__ void select_split(const Request& request) {
   __syncthreads();
   // What the slices lack, this block looks for alone, in all of the row.
   if (total < request.k) route = selector.recover(Slice(0, 1, selector.scores.vectors), proposal);
-  selector.finish(own_list(), state().count, route, proposal.leading, false);
+  selector.finish(own_list(), state().count, route, proposal.leading);
 }
