@@ -228,14 +228,10 @@ __device__ __forceinline__ unsigned key_of_number(float x) {
 // The bits by which a range of this width splits into bins.
 __device__ __forceinline__ int bin_shift(u64 width) { return max(0, 53 - __clzll(width)); }
 
-// Coarse keys: FP16's sign, exponent and five bits of its fraction. Ascending; NaN is in bin 0.
-__device__ __forceinline__ unsigned coarse_bin(float x) {
-  const unsigned bits = __half_as_ushort(__float2half_rn(x));
-  const unsigned key = bits ^ (bits >> 15 ? 0xffffu : 0x8000u);
-  return x != x ? 0 : key >> 5;
-}
-// The FP16 keys of two scores, one in each half: as coarse_bin sees them, but for NaN, which has that of -inf,
-// and -0, which has that of +0. So of two scores the greater has no lower one.
+// Coarse keys are the upper 11 bits of FP16 keys: sign, exponent and five bits of the fraction.
+
+// The FP16 keys of two scores, one in each half: ascending. NaN has that of -inf, in bin 31, and -0 that of +0, so
+// of two scores the greater has no lower one.
 __device__ __forceinline__ unsigned coarse_keys(__half2 pair) {
   pair = __hadd2(__hmax2(pair, __half2half2(__ushort_as_half(0xfc00))), __half2half2(__ushort_as_half(0)));
   unsigned bits;
@@ -419,6 +415,12 @@ __device__ __forceinline__ unsigned pick_word(const unsigned (&words)[kWords], i
     return pick_word<kWords / 2>(half, i);
   }
 }
+__device__ __forceinline__ u64 pick_rank(const u64* ranks, int i, int n) {
+  u64 rank = ranks[0];
+#pragma unroll
+  for (int e = 1; e < n; e++) rank = i == e ? ranks[e] : rank;
+  return rank;
+}
 // Score i of 16.
 template <class T>
 __device__ __forceinline__ float pick(const Vector<T>* v, int i) {
@@ -562,13 +564,13 @@ struct Selector {
     }
   }
 
-  // f(score) for every sampled score, of which the jittered view's first are there.
-  template <class F>
-  __device__ __forceinline__ void for_each_sampled(Vector<T> (&v)[kSampled], F f) const {
+  // two(a score, another) or one(score) for all sampled scores, of which the jittered view's first are there.
+  template <class Two, class One>
+  __device__ __forceinline__ void for_each_sampled(Vector<T> (&v)[kSampled], Two two, One one) const {
     if (request.fixed_stride) {
       const int n = sample_size();
 #pragma unroll 2
-      for (int i = threadIdx.x; i < n; i += kThreads) f(widen(scores.data[view_start() + (long long)i * request.stride]));
+      for (int i = threadIdx.x; i < n; i += kThreads) one(scores.data[view_start() + (long long)i * request.stride]);
       return;
     }
 #pragma unroll 1
@@ -579,7 +581,7 @@ struct Selector {
       for (int d = 0; d < kSampled; d++) {
         if (group + d * kThreads < groups()) {
 #pragma unroll
-          for (int w = 0; w < kWidth; w++) f(widen(v[d].at[w]));
+          for (int w = 0; w < kWidth; w += 2) two(v[d].at[w], v[d].at[w + 1]);
         }
         v[d] = next[d];
       }
@@ -609,7 +611,14 @@ struct Selector {
     }
     const unsigned need = max(1u, (unsigned)ceilf(aim));
     const unsigned deeper = max(need + 1, (unsigned)ceilf(aim + 3.0f * deviation + 2.0f));
-    for_each_sampled(first_sampled, [&](float x) { atomicAdd(&histogram()[coarse_bin(x)], 1); });
+    for_each_sampled(
+        first_sampled,
+        [&](T a, T b) {
+          const unsigned both = coarse_keys(half_pair(a, b));
+          atomicAdd(&histogram()[(both & 0xffff) >> 5], 1);
+          atomicAdd(&histogram()[both >> 21], 1);
+        },
+        [&](T x) { atomicAdd(&histogram()[coarse_keys(half_pair(x, x)) >> 21], 1); });
     if (threadIdx.x == 0) state().counters.read += sampled;
     __syncthreads();
     find_bins(0, need, deeper);
@@ -630,7 +639,7 @@ struct Selector {
 
   // The key at which a coarse bin is cut.
   __device__ __forceinline__ unsigned cut_in(const Found& found, unsigned need) const {
-    // What is no number lies in the bins up to -inf's, or in none.
+    // What is no number lies in -inf's bin, or in none.
     if (found.bin <= 31 || found.bin == ~0u) return 0;
     // Rounding takes values from a little below an edge.
     int key = (int)(found.bin << 5) - 1;
@@ -655,10 +664,11 @@ struct Selector {
     __syncthreads();
     Vector<T> v[kSampled];
     if (!request.fixed_stride) load_sampled(v, threadIdx.x);
-    for_each_sampled(v, [&](float x) {
-      const unsigned key = key_of(x);
+    const auto one = [&](T x) {
+      const unsigned key = key_of(widen(x));
       if (key >= low) atomicAdd(&histogram()[min((key - low) >> shift, kBins - 1)], 1);
-    });
+    };
+    for_each_sampled(v, [&](T a, T b) { one(a), one(b); }, one);
     const unsigned sampled = sample_size();
     if (threadIdx.x == 0) state().counters.read += sampled;
     __syncthreads();
@@ -995,22 +1005,31 @@ struct Selector {
     // In the last bin is what is beyond it, too.
     if (found.count > kRanked || found.bin == kBins - 1) return false;
     const unsigned low = leading.low + (found.bin << leading.shift), high = low + (1u << leading.shift);
-    unsigned above = 0;
-#pragma unroll
-    for (int e = 0; e < kMost; e++) above += key_in(mine[e]) >= high;
-    unsigned at = places(above);
-    unsigned* positions = request.positions + row * k();
-    float* values = request.values + row * k();
+    // Loops without branches, and one over what is rare.
+    unsigned above = 0, bin = 0;
 #pragma unroll
     for (int e = 0; e < kMost; e++) {
-      const unsigned key = key_in(mine[e]);
-      if (key >= high) {
-        positions[at] = position_in(mine[e]);
-        if (request.values) values[at] = value_of(key);
-        at++;
-      } else if (key >= low) {
-        state().ranked[atomicAdd(&state().slots, 1)] = mine[e];
+      above += key_in(mine[e]) >= high;
+      bin |= (unsigned)(key_in(mine[e]) - low < high - low) << e;
+    }
+    const unsigned first = places(above);
+    unsigned* positions = request.positions + (row * k() + first);
+#pragma unroll
+    for (int e = 0; e < kMost; e++) {
+      if (key_in(mine[e]) >= high) *positions++ = position_in(mine[e]);
+    }
+    if (request.values) {
+      float* values = request.values + (row * k() + first);
+#pragma unroll
+      for (int e = 0; e < kMost; e++) {
+        if (key_in(mine[e]) >= high) *values++ = value_of(key_in(mine[e]));
       }
+    }
+#pragma unroll 1
+    while (bin) {
+      const int e = __ffs(bin) - 1;
+      bin &= bin - 1;
+      state().ranked[atomicAdd(&state().slots, 1)] = pick_rank(mine, e, kMost);
     }
     __syncthreads();
     put_ranked(state().ranked, found.count, found.above);
@@ -1029,8 +1048,8 @@ struct Selector {
   // all, by eight threads.
   __device__ __forceinline__ void put_ranked(const u64* ranked, int m, unsigned above) const {
 #pragma unroll 1
-    for (int base = 0; base < m; base += kThreads / 8) {
-      const int i = base + (int)threadIdx.x / 8;
+    for (int base = threadIdx.x / 32 * 4; base < m; base += kThreads / 8) {
+      const int i = base + (int)threadIdx.x % 32 / 8;
       const u64 mine = ranked[min(i, m - 1)];
       unsigned better = 0;
 #pragma unroll 4
@@ -1086,35 +1105,66 @@ struct Selector {
     // What reaches this goes to the output, or to the list where it is to be ordered.
     const unsigned reach = ordered ? low : high;
     const auto key = [&](int d, int w) { return w % 2 ? keys[d][w / 2] >> 16 : keys[d][w / 2] & 0xffff; };
-    unsigned mine = 0;
+    const auto rank_at = [&](int d, int w, int column) {
+      return rank_of(key_of_number(widen(held[d].at[w])), column + w);
+    };
+    // Loops without branches, and one over what is rare.
+    unsigned mine = 0, other = 0;
 #pragma unroll
     for (int d = 0; d < kDepth; d++) {
 #pragma unroll
-      for (int w = 0; w < kWidth; w++) mine += key(d, w) >= reach;
+      for (int w = 0; w < kWidth; w++) {
+        mine += key(d, w) >= reach;
+        other |= (unsigned)(key(d, w) - low < 32) << (d * kWidth + w);
+      }
     }
-    unsigned at = places(mine);
+    if (ordered) other = 0;
+    const unsigned first = places(mine);
+    unsigned* positions = request.positions + (row * k() + first);
+    if (ordered) {
+      u64* list = own_list().at() + first;
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
+        const int column = scores.column(threadIdx.x + d * kThreads);
+#pragma unroll
+        for (int w = 0; w < kWidth; w++) {
+          if (key(d, w) >= reach) *list++ = rank_at(d, w, column);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
+        const int column = scores.column(threadIdx.x + d * kThreads);
+#pragma unroll
+        for (int w = 0; w < kWidth; w++) {
+          if (key(d, w) >= reach) *positions++ = column + w;
+        }
+      }
+      if (request.values) {
+        float* values = request.values + (row * k() + first);
+#pragma unroll
+        for (int d = 0; d < kDepth; d++) {
+#pragma unroll
+          for (int w = 0; w < kWidth; w++) {
+            if (key(d, w) >= reach) *values++ = value_of(key_of_number(widen(held[d].at[w])));
+          }
+        }
+      }
+    }
+    // The few of the K-th's bin.
+    const auto keep = [&](u64 rank) { own_list()[atomicAdd(&state().slots, 1)] = rank; };
+#pragma unroll 1
+    while (other) {
+      const int i = __ffs(other) - 1;
+      other &= other - 1;
+      const int d = i / kWidth;
+      const float x = kDepth * kWidth == 16 || i < 16 ? pick(held, i % 16) : pick(held + kDepth / 2, i % 16);
+      keep(rank_of(key_of_number(x), scores.column(threadIdx.x + d * kThreads) + i % kWidth));
+    }
     const auto give = [&](unsigned at, u64 rank) {
       if (ordered) own_list()[at] = rank;
       else put(at, rank);
     };
-    // The few of the K-th's bin; ordered, they are with the others.
-    const auto keep = [&](u64 rank) { own_list()[atomicAdd(&state().slots, 1)] = rank; };
-    const bool plain = !ordered && !request.values;
-    unsigned* positions = request.positions + row * k();
-#pragma unroll
-    for (int d = 0; d < kDepth; d++) {
-      const int column = scores.column(threadIdx.x + d * kThreads);
-#pragma unroll
-      for (int w = 0; w < kWidth; w++) {
-        if (plain && key(d, w) >= reach) {
-          positions[at++] = column + w;
-        } else if (key(d, w) >= low) {
-          const u64 rank = rank_of(key_of_number(widen(held[d].at[w])), column + w);
-          if (key(d, w) >= reach) give(at++, rank);
-          else keep(rank);
-        }
-      }
-    }
     ends(slice, [&](float x, int column) {
       const unsigned both = coarse_keys(half_pair(x, x)) >> 16;
       if (both < low) return;
