@@ -139,6 +139,14 @@ constexpr int kLists = 2 * kBins * sizeof(unsigned);
 __device__ __forceinline__ unsigned* histogram() { return reinterpret_cast<unsigned*>(dynamic); }
 __device__ __forceinline__ unsigned* buckets() { return histogram() + kBins; }
 
+// Adds to a bin. A constant 1 would make this an instruction that first looks for lanes of one bin, of which
+// here are few, and takes thrice the time.
+__device__ __forceinline__ void count_in(unsigned* histogram, unsigned bin) {
+  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"((unsigned)__cvta_generic_to_shared(histogram + bin)),
+               "r"(min(gridDim.x, 1u))
+               : "memory");
+}
+
 // Candidates from the one with this number on.
 struct List {
   int first;
@@ -348,7 +356,7 @@ __device__ __noinline__ u64 refine(List list, int n, unsigned need) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < n; i += kThreads) {
       const u64 above = list[i] - low;
-      if (above <= width) atomicAdd(&histogram()[above >> shift], 1);
+      if (above <= width) count_in(histogram(), above >> shift);
     }
     __syncthreads();
     find_bins(0, need, 0);
@@ -615,10 +623,10 @@ struct Selector {
         first_sampled,
         [&](T a, T b) {
           const unsigned both = coarse_keys(half_pair(a, b));
-          atomicAdd(&histogram()[(both & 0xffff) >> 5], 1);
-          atomicAdd(&histogram()[both >> 21], 1);
+          count_in(histogram(), (both & 0xffff) >> 5);
+          count_in(histogram(), both >> 21);
         },
-        [&](T x) { atomicAdd(&histogram()[coarse_keys(half_pair(x, x)) >> 21], 1); });
+        [&](T x) { count_in(histogram(), coarse_keys(half_pair(x, x)) >> 21); });
     if (threadIdx.x == 0) state().counters.read += sampled;
     __syncthreads();
     find_bins(0, need, deeper);
@@ -666,7 +674,7 @@ struct Selector {
     if (!request.fixed_stride) load_sampled(v, threadIdx.x);
     const auto one = [&](T x) {
       const unsigned key = key_of(widen(x));
-      if (key >= low) atomicAdd(&histogram()[min((key - low) >> shift, kBins - 1)], 1);
+      if (key >= low) count_in(histogram(), min((key - low) >> shift, kBins - 1));
     };
     for_each_sampled(v, [&](T a, T b) { one(a), one(b); }, one);
     const unsigned sampled = sample_size();
@@ -852,7 +860,7 @@ struct Selector {
     __syncthreads();
     const auto count = [&](float x, int) {
       const unsigned key = key_of(x);
-      if (key < high) atomicAdd(&histogram()[key >> 21], 1);
+      if (key < high) count_in(histogram(), key >> 21);
     };
     ends(slice, count);
     slice.for_each_tile([&](int j) {
@@ -996,7 +1004,7 @@ struct Selector {
 #pragma unroll
     for (int e = 0; e < kMost; e++) {
       const unsigned key = key_in(mine[e]);
-      if (key >= leading.low) atomicAdd(&buckets()[leading.bin(key)], 1);
+      if (key >= leading.low) count_in(buckets(), leading.bin(key));
     }
     if (threadIdx.x == 0) state().kept = 0, state().slots = 0;
     __syncthreads();
@@ -1013,18 +1021,14 @@ struct Selector {
       bin |= (unsigned)(key_in(mine[e]) - low < high - low) << e;
     }
     const unsigned first = places(above);
-    unsigned* positions = request.positions + (row * k() + first);
-#pragma unroll
-    for (int e = 0; e < kMost; e++) {
-      if (key_in(mine[e]) >= high) *positions++ = position_in(mine[e]);
-    }
-    if (request.values) {
-      float* values = request.values + (row * k() + first);
+    const auto each = [&](auto f) {
+      unsigned at = first;
 #pragma unroll
       for (int e = 0; e < kMost; e++) {
-        if (key_in(mine[e]) >= high) *values++ = value_of(key_in(mine[e]));
+        if (key_in(mine[e]) >= high) f(at++, mine[e]);
       }
-    }
+    };
+    each([](unsigned at, u64 rank) { staged()[at] = position_in(rank); });
 #pragma unroll 1
     while (bin) {
       const int e = __ffs(bin) - 1;
@@ -1032,8 +1036,25 @@ struct Selector {
       state().ranked[atomicAdd(&state().slots, 1)] = pick_rank(mine, e, kMost);
     }
     __syncthreads();
+    put_staged(request.positions, found.above);
+    if (request.values) {
+      __syncthreads();
+      each([](unsigned at, u64 rank) { staged()[at] = __float_as_uint(value_of(key_in(rank))); });
+      __syncthreads();
+      put_staged(reinterpret_cast<unsigned*>(request.values), found.above);
+    }
     put_ranked(state().ranked, found.count, found.above);
     return true;
+  }
+
+  // Where the selected meet, in place of histograms that have been read, to be written side by side: as they
+  // come each would be a word to memory of its own.
+  static __device__ __forceinline__ unsigned* staged() { return histogram(); }
+  // The first n of them, to a row of the output.
+  __device__ __forceinline__ void put_staged(unsigned* output, unsigned n) const {
+    static_assert(2 * kBins >= kSlack, "K of them");
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < n; i += kThreads) output[row * k() + i] = staged()[i];
   }
 
   // Where this thread's so many go, after those of lanes before it and of warps that came before.
@@ -1078,13 +1099,13 @@ struct Selector {
           const unsigned both = inside ? coarse_keys(half_pair(held[d].at[w], held[d].at[w + 1])) : 0;
           keys[d][w / 2] = both;
           if (inside) {
-            atomicAdd(&histogram()[(both & 0xffff) >> 5], 1);
-            atomicAdd(&histogram()[both >> 21], 1);
+            count_in(histogram(), (both & 0xffff) >> 5);
+            count_in(histogram(), both >> 21);
           }
         }
       }
       const auto bin_of = [](float x) { return coarse_keys(half_pair(x, x)) >> 21; };
-      ends(slice, [&](float x, int) { atomicAdd(&histogram()[bin_of(x)], 1); });
+      ends(slice, [&](float x, int) { count_in(histogram(), bin_of(x)); });
       if (threadIdx.x == 0) state().kept = 0, state().slots = 0;
       __syncthreads();
       find_bins(0, k(), 0);
@@ -1105,9 +1126,6 @@ struct Selector {
     // What reaches this goes to the output, or to the list where it is to be ordered.
     const unsigned reach = ordered ? low : high;
     const auto key = [&](int d, int w) { return w % 2 ? keys[d][w / 2] >> 16 : keys[d][w / 2] & 0xffff; };
-    const auto rank_at = [&](int d, int w, int column) {
-      return rank_of(key_of_number(widen(held[d].at[w])), column + w);
-    };
     // Loops without branches, and one over what is rare.
     unsigned mine = 0, other = 0;
 #pragma unroll
@@ -1120,36 +1138,21 @@ struct Selector {
     }
     if (ordered) other = 0;
     const unsigned first = places(mine);
-    unsigned* positions = request.positions + (row * k() + first);
+    const auto each = [&](auto f) {
+      unsigned at = first;
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
+        const int column = scores.column(threadIdx.x + d * kThreads);
+#pragma unroll
+        for (int w = 0; w < kWidth; w++) {
+          if (key(d, w) >= reach) f(at++, column + w, held[d].at[w]);
+        }
+      }
+    };
     if (ordered) {
-      u64* list = own_list().at() + first;
-#pragma unroll
-      for (int d = 0; d < kDepth; d++) {
-        const int column = scores.column(threadIdx.x + d * kThreads);
-#pragma unroll
-        for (int w = 0; w < kWidth; w++) {
-          if (key(d, w) >= reach) *list++ = rank_at(d, w, column);
-        }
-      }
+      each([&](unsigned at, int column, T x) { own_list()[at] = rank_of(key_of_number(widen(x)), column); });
     } else {
-#pragma unroll
-      for (int d = 0; d < kDepth; d++) {
-        const int column = scores.column(threadIdx.x + d * kThreads);
-#pragma unroll
-        for (int w = 0; w < kWidth; w++) {
-          if (key(d, w) >= reach) *positions++ = column + w;
-        }
-      }
-      if (request.values) {
-        float* values = request.values + (row * k() + first);
-#pragma unroll
-        for (int d = 0; d < kDepth; d++) {
-#pragma unroll
-          for (int w = 0; w < kWidth; w++) {
-            if (key(d, w) >= reach) *values++ = value_of(key_of_number(widen(held[d].at[w])));
-          }
-        }
-      }
+      each([&](unsigned at, int column, T) { staged()[at] = column; });
     }
     // The few of the K-th's bin.
     const auto keep = [&](u64 rank) { own_list()[atomicAdd(&state().slots, 1)] = rank; };
@@ -1161,16 +1164,14 @@ struct Selector {
       const float x = kDepth * kWidth == 16 || i < 16 ? pick(held, i % 16) : pick(held + kDepth / 2, i % 16);
       keep(rank_of(key_of_number(x), scores.column(threadIdx.x + d * kThreads) + i % kWidth));
     }
-    const auto give = [&](unsigned at, u64 rank) {
-      if (ordered) own_list()[at] = rank;
-      else put(at, rank);
-    };
     ends(slice, [&](float x, int column) {
       const unsigned both = coarse_keys(half_pair(x, x)) >> 16;
       if (both < low) return;
       const u64 rank = rank_of(key_of_number(x), column);
-      if (both >= reach) give(atomicAdd(&state().kept, 1), rank);
-      else keep(rank);
+      if (both < reach) return keep(rank);
+      const unsigned at = atomicAdd(&state().kept, 1);
+      if (ordered) own_list()[at] = rank;
+      else staged()[at] = column;
     });
     if (threadIdx.x == 0) {
       state().counters.read += scores.length;
@@ -1181,7 +1182,19 @@ struct Selector {
     put_route(kDirect);
     if (ordered) {
       finish_any(own_list(), found.above + m, k());
-    } else if (m <= kRanked) {
+      return put_rest(k());
+    }
+    put_staged(request.positions, found.above);
+    if (request.values) {
+      // Of what was selected by its bin the scores are in L2 still.
+#pragma unroll 1
+      for (unsigned i = threadIdx.x; i < found.above; i += kThreads) {
+        const float x = widen(scores.data[(int)staged()[i] - scores.start]);
+        request.values[row * k() + i] = value_of(key_of_number(x));
+      }
+    }
+    __syncthreads();
+    if (m <= kRanked) {
       put_ranked(own_list().at(), m, found.above);
     } else {
       const u64 threshold = refine(own_list(), m, k() - found.above);
@@ -1215,7 +1228,7 @@ struct Selector {
     const auto bucket = [&](u64 rank) { return (unsigned)(((rank & mask) - low) >> shift); };
 #pragma unroll 2
     for (int i = threadIdx.x; i < n; i += kThreads) {
-      if (list[i] >= threshold) atomicAdd(&buckets()[bucket(list[i])], 1);
+      if (list[i] >= threshold) count_in(buckets(), bucket(list[i]));
     }
     __syncthreads();
     unsigned* offsets = histogram();

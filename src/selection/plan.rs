@@ -42,11 +42,13 @@ impl DeviceProps {
 /// How rows are laid on blocks: section 4.5 and 5.5 of the paper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Mapping {
+    /// One block a row, which has all of it in its registers and counts it exactly, without a sample.
+    /// For rows of up to 8,192 F32 scores, or 16,384 of the others.
+    Short,
     /// One block a row, two to a multiprocessor: while one refines, the other streams. For many rows.
     Block,
-    /// One block a row, alone on its multiprocessor. Rows of up to 8,192 F32 scores,
-    /// or 16,384 of the others, are read once, into registers, and sampled there. For up to as many
-    /// rows as the device has multiprocessors.
+    /// One block a row, alone on its multiprocessor: for up to as many rows as the device has
+    /// multiprocessors.
     RowLocal,
     /// A few blocks a row, 2, 4, 8 or 16, that meet in the workspace; the last to
     /// arrive refines. On any device.
@@ -60,7 +62,7 @@ impl Mapping {
     /// Blocks of a row.
     pub fn blocks(self) -> u32 {
         match self {
-            Self::Block | Self::RowLocal => 1,
+            Self::Short | Self::Block | Self::RowLocal => 1,
             Self::Split(blocks) | Self::Cluster(blocks) => blocks,
         }
     }
@@ -141,6 +143,7 @@ pub struct Plan {
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self.mapping {
+            Mapping::Short => return write!(f, "short, {} blocks, {} KiB shared", self.grid, self.shared_bytes >> 10),
             Mapping::Block => write!(f, "block")?,
             Mapping::RowLocal => write!(f, "row-local")?,
             Mapping::Split(blocks) => write!(f, "split-{blocks}")?,
@@ -171,8 +174,11 @@ impl fmt::Display for Plan {
 }
 
 /// Threads of a block: `kThreads` in the kernels' files.
-#[cfg(feature = "cuda")]
 pub(super) const THREADS: u32 = 512;
+/// The most scores that a block has in its registers: `kDepth` vectors a thread.
+fn held(dtype: DType) -> usize {
+    THREADS as usize * 4 * 16 / dtype.size_in_bytes()
+}
 /// Candidates beyond K that fit on chip: at least a vector of 8 for each of 512 threads, so that
 /// after the cutoff is raised one more always fits.
 const SLACK: usize = 4096;
@@ -234,7 +240,7 @@ pub fn plan(request: &PlanRequest) -> Result<Plan> {
         Some(stride) => {
             bail!("{OP}: the sampling stride is {stride}, a power of two from 1 to 256 is accepted")
         }
-        None => stride(mapping, n, dtype),
+        None => stride(mapping, n),
     };
     if let Some(margin) = overrides.margin {
         if !(1.0..=4.0).contains(&margin) {
@@ -283,7 +289,12 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
         Mapping::Split(_) | Mapping::Cluster(_) => {
             bail!("{OP}: {blocks} blocks a row are planned, 2, 4, 8 or 16 are accepted")
         }
-        Mapping::Block | Mapping::RowLocal => Ok(mapping),
+        Mapping::Short if request.n > held(request.dtype) => bail!(
+            "{OP}: rows of {} scores are planned to be held by a block each, which holds up to {}",
+            request.n,
+            held(request.dtype)
+        ),
+        Mapping::Short | Mapping::Block | Mapping::RowLocal => Ok(mapping),
     }
 }
 
@@ -313,7 +324,16 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
 const SLICE: usize = 8192;
 
 fn mapping(request: &PlanRequest) -> Mapping {
-    let PlanRequest { m, n, device, .. } = *request;
+    let PlanRequest {
+        m,
+        n,
+        dtype,
+        device,
+        ..
+    } = *request;
+    if n <= held(dtype) {
+        return Mapping::Short;
+    }
     let slices = |blocks: &usize| blocks * SLICE <= n.next_power_of_two();
     if device.cluster > 0 && device.capability == (9, 0) {
         // A block takes a multiprocessor. Clusters of 16 fit into few places.
@@ -337,10 +357,8 @@ fn mapping(request: &PlanRequest) -> Mapping {
     }
 }
 
-fn stride(mapping: Mapping, n: usize, dtype: DType) -> u32 {
+fn stride(mapping: Mapping, n: usize) -> u32 {
     match (mapping, n) {
-        // One score of each vector in the registers.
-        (Mapping::RowLocal, 0..=8192) => 16 / dtype.size_in_bytes() as u32,
         (_, 0..=16_384) => 8,
         (_, 16_385..=65_536) => 16,
         (Mapping::Cluster(8..), 65_537..=262_144) => 32,
@@ -411,7 +429,8 @@ mod tests {
     fn mappings() -> Result<()> {
         let h200 =
             |m, n| Ok::<_, candle_core::Error>(plan(&request(m, n, DeviceProps::H200))?.mapping);
-        assert_eq!(h200(1, 8192)?, Mapping::RowLocal);
+        assert_eq!(h200(1, 8192)?, Mapping::Short);
+        assert_eq!(h200(8192, 8192)?, Mapping::Short);
         assert_eq!(h200(1, 131_072)?, Mapping::Cluster(16));
         assert_eq!(h200(64, 131_072)?, Mapping::Cluster(2));
         assert_eq!(h200(128, 131_072)?, Mapping::RowLocal);
