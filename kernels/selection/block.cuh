@@ -13,14 +13,14 @@ __device__ void select_block(const Request& request) {
   begin();
   const Selector<T> selector(request, row, start, end, 1);
   if (is_trivial(request, selector.scores.length)) return selector.put_all();
-  if (selector.fits()) return selector.select_fitting();
+  if (selector.fits()) return selector.apart().select_fitting();
 
   if (!opening.early) opening.load(selector, 0);
   const Slice slice(0, 1, selector.scores.vectors);
   const typename Selector<T>::Proposal proposal = selector.propose(opening.sampled);
   selector.template collect_primary<kAlone>(slice, proposal, opening.held);
   int route = proposal.primary > kNegInfinityKey && request.stride > 1 ? kPrimary : kDirect;
-  if (state().count < request.k) route = selector.recover(slice, proposal);
+  if (state().count < request.k) route = selector.apart().recover(slice, proposal);
   selector.finish(own_list(), state().count, route, proposal.leading);
 }
 

@@ -125,8 +125,8 @@ struct Team {
 
 // The selection of a row whose members' lists did not serve, from its proposal on.
 template <class T>
-__device__ __noinline__ void select_by_barriers(const Selector<T>& selector, unsigned rank, unsigned blocks,
-                                                const typename Selector<T>::Proposal& proposal) {
+__device__ __noinline__ void select_by_barriers(Selector<T> selector, unsigned rank, unsigned blocks,
+                                                typename Selector<T>::Proposal proposal) {
   Team<T>::sync();
   if (threadIdx.x == 0) state().count = 0, state().counters = RouteCounters{0, 0, 0, 0};
   clear(buckets());
@@ -171,7 +171,7 @@ __device__ void select_cluster(const Request& request) {
     return;
   }
   if (selector.fits()) {
-    if (rank == 0) selector.select_fitting();
+    if (rank == 0) selector.apart().select_fitting();
     return;
   }
 
@@ -242,6 +242,6 @@ __device__ void select_cluster(const Request& request) {
   for (int i = first; i < n; i += 32 * warps) own_list()[from + i] = part[i];
   __syncthreads();
   selector.put_route(request.stride > 1 ? kPrimary : kDirect);
-  selector.finish_any(own_list(), total, request.k);
+  selector.apart().finish_any(own_list(), total, request.k);
   selector.put_rest(request.k);
 }

@@ -537,6 +537,10 @@ struct Selector {
         row(row),
         lists(lists) {}
 
+  // What a function that is not inlined is called on: a copy. One whose address such a function has been told
+  // would lie in local memory, and be read from there, and the request by way of it, wherever it is used.
+  __device__ __forceinline__ Selector apart() const { return *this; }
+
   __device__ __forceinline__ unsigned k() const { return request.k; }
   __device__ __forceinline__ unsigned capacity() const { return request.capacity; }
 
@@ -611,7 +615,8 @@ struct Selector {
     // Approximate operations will do, alike in all blocks of a row.
     const float fraction = __fdividef(sampled, scores.length);
     const float expected = fraction * k();
-    const float deviation = __fsqrt_rn(expected * (1.0f - fraction));
+    const float variance = expected * (1.0f - fraction);
+    const float deviation = variance * rsqrtf(fmaxf(variance, 1e-20f));
     float aim = request.margin * expected;
     if (request.margin == 0.0f) {
       aim = expected;
@@ -632,7 +637,7 @@ struct Selector {
     find_bins(0, need, deeper);
     const Found first = state().found[0], second = state().found[1];
     if (first.bin != ~0u && first.count * 4 >= sampled && request.stride > 1) {
-      return propose_within(first, need, deeper);
+      return apart().propose_within(first, need, deeper);
     }
     Proposal proposal;
     proposal.primary = cut_in(first, need);
@@ -784,7 +789,7 @@ struct Selector {
 
   // Appends the scores whose keys lie in [low, high), tile by tile in the order of positions,
   // whatever they are. All threads have arrived; with a barrier at the end.
-  __device__ __noinline__ void collect(const Slice& slice, unsigned low, unsigned high) const {
+  __device__ __noinline__ void collect(Slice slice, unsigned low, unsigned high) const {
     const unsigned before = state().count;
     __syncthreads();
     unsigned keys[kWidth];
@@ -839,14 +844,14 @@ struct Selector {
   template <bool kHeld>
   __device__ __forceinline__ void collect_primary(const Slice& slice, const Proposal& proposal,
                                                   Vector<T> (&held)[kDepth]) const {
-    if (proposal.primary <= kNegInfinityKey) return collect(slice, 0, kAllKeys);
+    if (proposal.primary <= kNegInfinityKey) return apart().collect(slice, 0, kAllKeys);
     stream<kHeld>(slice, value_of(proposal.primary), held);
     if (state().count <= capacity()) return;
-    collect_raised(slice);
+    apart().collect_raised(slice);
   }
 
   // The same after the list was over-full.
-  __device__ __noinline__ void collect_raised(const Slice& slice) const {
+  __device__ __noinline__ void collect_raised(Slice slice) const {
     // Any K candidates bound the K-th best from below. The first to find no room had so many.
     const u64 threshold = compact(own_list(), capacity() - 32 * 16, k());
     if (threadIdx.x == 0) state().count = 0;
@@ -855,7 +860,7 @@ struct Selector {
   }
 
   // Counts the leading bits of the keys below `high`. With a barrier at the end.
-  __device__ __noinline__ void count_leading(const Slice& slice, unsigned high) const {
+  __device__ __noinline__ void count_leading(Slice slice, unsigned high) const {
     clear(histogram());
     __syncthreads();
     const auto count = [&](float x, int) {
@@ -880,7 +885,7 @@ struct Selector {
 
   // The row's K best or more, after the pass down to the primary cutoff found fewer, all of them in
   // the list. How many are in the list then is the same for all that call.
-  __device__ __noinline__ int recover(const Slice& slice, const Proposal& proposal) const {
+  __device__ __noinline__ int recover(Slice slice, Proposal proposal) const {
     unsigned low = proposal.primary;
     int route = kPrimary;
     const unsigned secondary = secondary_of(proposal);
@@ -938,7 +943,7 @@ struct Selector {
     put_route(route);
     const unsigned count = min((unsigned)n, k());
     if (n <= (int)k() || request.order != kUnordered || route != kPrimary) {
-      finish_any(list, n, count);
+      apart().finish_any(list, n, count);
     } else {
       finish_primary(list, n, leading);
     }
@@ -982,7 +987,7 @@ struct Selector {
     bool put;
     if (n <= kEach * kThreads) put = put_from<kEach>(list, n, leading);
     else put = put_from<2 * kEach>(list, n, leading);
-    if (!put) finish_any(list, n, k());
+    if (!put) apart().finish_any(list, n, k());
   }
   template <int kMost>
   __device__ __forceinline__ bool put_from(List list, int n, Leading leading) const {
@@ -1114,8 +1119,12 @@ struct Selector {
       if (found.bin > 31 && found.above + found.count <= capacity()) return put_held(held, keys, slice, found);
       __syncthreads();
     }
-    collect(slice, 0, kAllKeys);
-    finish(own_list(), state().count, kDirect, {0, 0});
+    apart().collect(slice, 0, kAllKeys);
+    put_route(kDirect);
+    const int n = state().count;
+    const unsigned count = min((unsigned)n, k());
+    apart().finish_any(own_list(), n, count);
+    put_rest(count);
   }
 
   // What lies in the bins above that of the K-th, and the best of its bin.
@@ -1181,7 +1190,7 @@ struct Selector {
     const int m = found.count;
     put_route(kDirect);
     if (ordered) {
-      finish_any(own_list(), found.above + m, k());
+      apart().finish_any(own_list(), found.above + m, k());
       return put_rest(k());
     }
     put_staged(request.positions, found.above);

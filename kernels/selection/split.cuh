@@ -27,7 +27,7 @@ __device__ void select_split(const Request& request) {
     return;
   }
   if (selector.fits()) {
-    if (rank == 0) selector.select_fitting();
+    if (rank == 0) selector.apart().select_fitting();
     return;
   }
 
@@ -83,6 +83,6 @@ __device__ void select_split(const Request& request) {
   if (threadIdx.x == 0) state().count = total;
   __syncthreads();
   // What the slices lack, this block looks for alone, in all of the row.
-  if (total < request.k) route = selector.recover(Slice(0, 1, selector.scores.vectors), proposal);
+  if (total < request.k) route = selector.apart().recover(Slice(0, 1, selector.scores.vectors), proposal);
   selector.finish(own_list(), state().count, route, proposal.leading);
 }
