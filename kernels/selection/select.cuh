@@ -132,10 +132,13 @@ __device__ __forceinline__ State& state() {
   return of_block;
 }
 
-// Dynamic shared memory: `shared_bytes` in src/selection/plan.rs. Two histograms, candidates from
-// kLists on, and behind them the order of the selected.
+// Dynamic shared memory: `shared_bytes` in src/selection/plan.rs. Two histograms, or the warps' queues; the
+// numbers of what is in these; candidates from kLists on, and behind them the order of the selected.
 extern __shared__ uint4 dynamic[];
-constexpr int kLists = 2 * kBins * sizeof(unsigned);
+constexpr int kQueue = 64;  // vectors of a warp
+constexpr int kNumbers = 2 * kBins * sizeof(unsigned);
+static_assert(kWarps * kQueue * sizeof(uint4) == kNumbers, "queues in the place of histograms");
+constexpr int kLists = kNumbers + kWarps * kQueue * sizeof(int);
 __device__ __forceinline__ unsigned* histogram() { return reinterpret_cast<unsigned*>(dynamic); }
 __device__ __forceinline__ unsigned* buckets() { return histogram() + kBins; }
 
@@ -423,66 +426,117 @@ __device__ __forceinline__ unsigned pick_word(const unsigned (&words)[kWords], i
     return pick_word<kWords / 2>(half, i);
   }
 }
+// Score i of one vector, or of kCount.
+template <class T, int kCount>
+__device__ __forceinline__ float pick(const Vector<T> (&v)[kCount], int i) {
+  constexpr int kPerWord = 4 / sizeof(T);
+  unsigned words[4 * kCount];
+#pragma unroll
+  for (int d = 0; d < kCount; d++) memcpy(words + 4 * d, &v[d], 16);
+  const unsigned word = pick_word<4 * kCount>(words, i / kPerWord);
+  if constexpr (kPerWord == 1) return __uint_as_float(word);
+  else return widen(from_bits<T>(i & 1 ? word >> 16 : word & 0xffff));
+}
 __device__ __forceinline__ u64 pick_rank(const u64* ranks, int i, int n) {
   u64 rank = ranks[0];
 #pragma unroll
   for (int e = 1; e < n; e++) rank = i == e ? ranks[e] : rank;
   return rank;
 }
-// Score i of 16.
+
+// Whether the greatest of a vector, NaN aside, reaches the cutoff.
+__device__ __forceinline__ bool reaches(const Vector<float>& v, float cut) {
+  return fmaxf(fmaxf(v.at[0], v.at[1]), fmaxf(v.at[2], v.at[3])) >= cut;
+}
+template <class Pair, class T>
+__device__ __forceinline__ bool any_of_pairs(const Vector<T>& v, float cut) {
+  Pair pairs[4];
+  memcpy(pairs, &v, sizeof(v));
+  const Pair most = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+  return widen(most.x) >= cut || widen(most.y) >= cut;
+}
+__device__ __forceinline__ bool reaches(const Vector<__half>& v, float cut) { return any_of_pairs<__half2>(v, cut); }
+__device__ __forceinline__ bool reaches(const Vector<__nv_bfloat16>& v, float cut) {
+  return any_of_pairs<__nv_bfloat162>(v, cut);
+}
+
+// A warp's queue.
+__device__ __forceinline__ uint4* queued_vectors() { return dynamic + threadIdx.x / 32 * kQueue; }
+__device__ __forceinline__ int* queued_numbers() {
+  return reinterpret_cast<int*>(reinterpret_cast<char*>(dynamic) + kNumbers) + threadIdx.x / 32 * kQueue;
+}
+
+// Appends what reaches the cutoff of up to 32 queued vectors, one a lane. Whether there was room. Not inlined:
+// with registers of its own, and once in the code.
 template <class T>
-__device__ __forceinline__ float pick(const Vector<T>* v, int i) {
-  constexpr int kPerWord = 4 / sizeof(T);
-  unsigned words[16 / kPerWord];
+__device__ __noinline__ bool append_queued(int from, int n, float cut, int column, unsigned capacity) {
+  constexpr int kWidth = Vector<T>::kWidth;
+  const int lane = threadIdx.x % 32;
+  __syncwarp();
+  Vector<T> v[1];
+  unsigned hits = 0;
+  if (lane < n) {
+    memcpy(&v[0], queued_vectors() + from + lane, sizeof(uint4));
+    column += queued_numbers()[from + lane] * kWidth;
 #pragma unroll
-  for (int d = 0; d < 4 / kPerWord; d++) memcpy(words + 4 * d, &v[d], 16);
-  const unsigned word = pick_word<16 / kPerWord>(words, i / kPerWord);
-  if constexpr (kPerWord == 1) return __uint_as_float(word);
-  else return widen(from_bits<T>(i & 1 ? word >> 16 : word & 0xffff));
+    for (int w = 0; w < kWidth; w++) hits |= (unsigned)(widen(v[0].at[w]) >= cut) << w;
+  }
+  const unsigned mine = __popc(hits), inclusive = inclusive_sum(mine);
+  unsigned end = 0;
+  if (lane == 31) end = shared_add(&state().count, inclusive);
+  end = __shfl_sync(~0u, end, 31) + inclusive;
+  if (__any_sync(~0u, end > capacity)) return false;
+  int at = end - mine;
+#pragma unroll 1
+  while (hits) {
+    const int i = __ffs(hits) - 1;
+    hits &= hits - 1;
+    own_list()[at++] = rank_of(key_of_number(pick(v, i)), column + i);
+  }
+  return true;
 }
 
 // Appends what reaches the cutoff of those of n > 0 vectors that a warp has: its first, each `step` after the
-// one before. A warp has one word with the others for 16 scores a lane. Ends early once the list is
-// over-full.
+// one before, from the one with number `turn` on, around the row's end. Few vectors have any, so a warp queues
+// these, and looks at as many as it has lanes at a time. Ends early once the list is over-full.
 template <class T>
 struct Stream {
   static constexpr int kWidth = Vector<T>::kWidth;
-  static constexpr int kAtOnce = 16 / kWidth;  // vectors
   const uint4* data;
-  int n, step;
+  int n, step, turn;
   int column;  // of the first vector
   float cut;
   unsigned capacity;
 
-  // Whether there was room.
-  __device__ __forceinline__ bool append(const Vector<T>* v, int j) const {
-    unsigned hits = 0;
+  __device__ __forceinline__ int turned(int j) const { return (int)min((unsigned)(j + turn), (unsigned)(j + turn - n)); }
+  __device__ __forceinline__ void load(int j, Vector<T> (&v)[kDepth]) const {
 #pragma unroll
-    for (int d = 0; d < kAtOnce; d++) {
-#pragma unroll
-      for (int w = 0; w < kWidth; w++) hits |= (unsigned)(widen(v[d].at[w]) >= cut) << (d * kWidth + w);
+    for (int d = 0; d < kDepth; d++) {
+      // Not by way of L1, which has no use for it.
+      const uint4 raw = __ldcg(data + turned(min(j + d * step, n - 1)));
+      memcpy(&v[d], &raw, sizeof(raw));
     }
-    if (!__any_sync(~0u, hits)) return true;
-    const int lane = threadIdx.x % 32;
-    if (j - lane + 31 + (kAtOnce - 1) * step >= n) {
-      // The last vector has come more than once.
+  }
+
+  // Queues; whether there was room in the list.
+  __device__ __forceinline__ bool look_at(const Vector<T> (&v)[kDepth], int j, int* queued) const {
 #pragma unroll
-      for (int d = 0; d < kAtOnce; d++) {
-        if (j + d * step >= n) hits &= ~(((1u << kWidth) - 1) << (d * kWidth));
+    for (int d = 0; d < kDepth; d++) {
+      // Beyond the end it is the last vector, over and over: cheaper to load than not to.
+      const bool mine = reaches(v[d], cut) && j + d * step < n;
+      const unsigned vote = __ballot_sync(~0u, mine);
+      if (vote) {
+        if (mine) {
+          const int at = *queued + __popc(vote & ((1u << threadIdx.x % 32) - 1));
+          memcpy(queued_vectors() + at, &v[d], sizeof(uint4));
+          queued_numbers()[at] = turned(j + d * step);
+        }
+        *queued += __popc(vote);
+        if (*queued >= 32) {
+          *queued -= 32;
+          if (!append_queued<T>(*queued, 32, cut, column, capacity)) return false;
+        }
       }
-    }
-    const unsigned mine = __popc(hits), inclusive = inclusive_sum(mine);
-    unsigned end = 0;
-    if (lane == 31) end = shared_add(&state().count, inclusive);
-    end = __shfl_sync(~0u, end, 31) + inclusive;
-    if (__any_sync(~0u, end > capacity)) return false;
-    int at = end - mine;
-    // Few have many: a loop over what is there is shorter than one over what could be.
-#pragma unroll 1
-    while (hits) {
-      const int i = __ffs(hits) - 1;
-      hits &= hits - 1;
-      own_list()[at++] = rank_of(key_of_number(pick(v, i)), column + (j + i / kWidth * step) * kWidth + i % kWidth);
     }
     return true;
   }
@@ -490,27 +544,22 @@ struct Stream {
   // `first` is this thread's first vector, and `held` are its first ones.
   __device__ __forceinline__ void run(int first, Vector<T> (&held)[kDepth]) const {
     const int lane = threadIdx.x % 32;
-    int j = first;
+    int j = first, queued = 0;
     Vector<T> next[kDepth];
-    load_vectors(data, n, j + kDepth * step, step, next);
-    const auto all = [&](const Vector<T>(&v)[kDepth], int j) {
-      bool room = true;
-#pragma unroll
-      for (int d = 0; d < kDepth; d += kAtOnce) room = room && append(v + d, j + d * step);
-      return room;
-    };
+    load(j + kDepth * step, next);
     // Two at a time, so that none needs to be moved.
 #pragma unroll 1
     while (true) {
-      if (!all(held, j)) return;
+      if (!look_at(held, j, &queued)) return;
       j += kDepth * step;
-      if (j - lane >= n) return;
-      load_vectors(data, n, j + kDepth * step, step, held);
-      if (!all(next, j)) return;
+      if (j - lane >= n) break;
+      load(j + kDepth * step, held);
+      if (!look_at(next, j, &queued)) return;
       j += kDepth * step;
-      if (j - lane >= n) return;
-      load_vectors(data, n, j + kDepth * step, step, next);
+      if (j - lane >= n) break;
+      load(j + kDepth * step, next);
     }
+    if (queued) append_queued<T>(0, queued, cut, column, capacity);
   }
 };
 
@@ -518,7 +567,7 @@ struct Stream {
 template <class T>
 __device__ __noinline__ void run_alone(const Stream<T> stream, int first) {
   Vector<T> held[kDepth];
-  load_vectors(stream.data, stream.n, first, stream.step, held);
+  stream.load(first, held);
   stream.run(first, held);
 }
 
@@ -724,12 +773,17 @@ struct Selector {
     ends(slice, [&](float x, int column) {
       if (x >= cut) append(atomicAdd(&state().count, 1), x, column);
     });
-    const Stream<T> pass = {scores.whole(), slice.end, slice.step, scores.column(0), cut, capacity()};
+    // Rows that lie some power of two apart, and are read in step, would all want the same of memory's channels.
+    const int turn = kHeld ? 0 : (int)row * (5 * kDepth * kThreads) & ((1 << log_of(max(slice.end, 1))) - 1);
+    const Stream<T> pass = {scores.whole(), slice.end, slice.step, turn, scores.column(0), cut, capacity()};
+    // The queues lie where the sample's histogram was, which all have read, and where the leading one is to be.
     // Whole warps: all of one vote.
     if (slice.first - (int)threadIdx.x % 32 < slice.end) {
       if constexpr (kHeld) pass.run(slice.first, held);
       else run_alone(pass, slice.first);
     }
+    __syncthreads();
+    clear(buckets());
     __syncthreads();
     if (threadIdx.x == 0) {
       state().counters.read += slice.scores(scores);
@@ -1170,7 +1224,7 @@ struct Selector {
       const int i = __ffs(other) - 1;
       other &= other - 1;
       const int d = i / kWidth;
-      const float x = kDepth * kWidth == 16 || i < 16 ? pick(held, i % 16) : pick(held + kDepth / 2, i % 16);
+      const float x = pick(held, i);
       keep(rank_of(key_of_number(x), scores.column(threadIdx.x + d * kThreads) + i % kWidth));
     }
     ends(slice, [&](float x, int column) {

@@ -143,7 +143,14 @@ pub struct Plan {
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self.mapping {
-            Mapping::Short => return write!(f, "short, {} blocks, {} KiB shared", self.grid, self.shared_bytes >> 10),
+            Mapping::Short => {
+                return write!(
+                    f,
+                    "short, {} blocks, {} KiB shared",
+                    self.grid,
+                    self.shared_bytes >> 10
+                )
+            }
             Mapping::Block => write!(f, "block")?,
             Mapping::RowLocal => write!(f, "row-local")?,
             Mapping::Split(blocks) => write!(f, "split-{blocks}")?,
@@ -188,6 +195,9 @@ const _: () = assert!(
 );
 /// Bins of the histograms: `kBins` in `kernels/selection/select.cuh`.
 const BINS: usize = 2048;
+
+/// Vectors in the queues of all warps: `kQueue` there, for each.
+const QUEUED: usize = 64 * THREADS as usize / 32;
 
 /// Words of the workspace for each block: `kHeader` and the candidates of `SLACK`.
 const SEGMENT_BYTES: usize = 64 + 8 * SLACK;
@@ -265,11 +275,11 @@ pub fn plan(request: &PlanRequest) -> Result<Plan> {
     })
 }
 
-/// `Shared` in `kernels/selection/select.cuh`: two histograms, the candidates, as many again where
+/// `Shared` in `kernels/selection/select.cuh`: two histograms, the queues' numbers, the candidates, as many again where
 /// the other blocks of a cluster send theirs, and the order of the selected.
 fn shared_bytes(mapping: Mapping, k: usize, capacity: usize) -> usize {
     let inbox = matches!(mapping, Mapping::Cluster(_)) as usize;
-    2 * 4 * BINS + (1 + inbox) * 8 * capacity + 2 * k.next_power_of_two().max(64)
+    2 * 4 * BINS + 4 * QUEUED + (1 + inbox) * 8 * capacity + 2 * k.next_power_of_two().max(64)
 }
 
 fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
