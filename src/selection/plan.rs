@@ -308,27 +308,24 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
     }
 }
 
-// What follows was measured on an H200 (benches/selection.rs; f32, K = 2048, raised ends; us):
+// What follows was measured on an H200 (f32, K = 2048, raised ends; us of a graph's replay):
 //
-// |   M |    N | mapping                          |       |
-// |-----|------|----------------------------------|-------|
-// |   1 | 128K | cluster of 16                    |  19.9 |
-// |   1 | 128K | cluster of 8                     |  20.1 |
-// |   8 | 128K | cluster of 16: not all at once   |  31.8 |
-// |   8 | 128K | cluster of 8                     |  20.8 |
-// |  64 | 128K | cluster of 4: two rounds         |  53.9 |
-// |  64 | 128K | cluster of 2                     |  32.1 |
-// | 128 | 128K | cluster of 2: two rounds         |  57.6 |
-// | 128 | 128K | block a row, alone               |  35.1 |
-// | 128 | 128K | block a row, room for two        |  48.6 |
-// | 512 | 128K | block a row, two at once, s = 64 |  97.6 |
-// | 512 | 128K | the same, s = 128                | 138.3 |
+// |   M |    N | mapping                               |       |
+// |-----|------|---------------------------------------|-------|
+// |   1 | 128K | cluster of 16                         |  12.6 |
+// |   1 | 128K | cluster of 8                          |  13.2 |
+// |   8 |  64K | cluster of 8                          |  12.5 |
+// |  16 |  64K | cluster of 8: not all at once         |  25.1 |
+// |  32 |  32K | cluster of 4: not all at once         |  18.9 |
+// |  32 |  32K | cluster of 2                          |  14.2 |
+// |  64 | 128K | cluster of 2                          |  24.2 |
+// | 128 | 128K | block a row, alone                    |  32.1 |
+// | 128 | 128K | block a row, room for two             |  32.9 |
+// | 512 | 128K | block a row, two at once, s = 64      |  94.3 |
 //
-// (All but the lines of two blocks at once with blocks of 1,024 threads, which took longer than those
-// of 512 do since: to be measured again.)
-//
-// So all blocks of a launch run at once, one to a multiprocessor, as long as there are so few; a
-// sample of 1/128 of a row of 128K proposes so loosely that some lists overflow.
+// (The line of 16 rows is of an earlier form of the kernels.) So all blocks of a launch run at once, one
+// to a multiprocessor, as long as there are so few. A cluster lies in one group of multiprocessors, which
+// have 16 or so of them, and some fewer: large clusters do not fill the device.
 
 /// The shortest part of a row that is worth a block of its own.
 const SLICE: usize = 8192;
@@ -346,13 +343,14 @@ fn mapping(request: &PlanRequest) -> Mapping {
     }
     let slices = |blocks: &usize| blocks * SLICE <= n.next_power_of_two();
     if device.cluster > 0 && device.capability == (9, 0) {
-        // A block takes a multiprocessor. Clusters of 16 fit into few places.
-        let blocks = match m {
-            0..=4 => &[16, 8, 4, 2][..],
-            _ => &[8, 4, 2],
+        // A block takes a multiprocessor.
+        let room = |blocks: &usize| match blocks {
+            16 => device.multiprocessors / 2,
+            2 => device.multiprocessors,
+            _ => device.multiprocessors * 6 / 7,
         };
-        let fits = |blocks: &usize| blocks * m <= device.multiprocessors && slices(blocks);
-        if let Some(blocks) = blocks.iter().copied().find(fits) {
+        let fits = |blocks: &usize| blocks * m <= room(blocks) && slices(blocks);
+        if let Some(blocks) = [16, 8, 4, 2].into_iter().find(fits) {
             return Mapping::Cluster(blocks.min(device.cluster) as u32);
         }
     } else {
@@ -371,8 +369,9 @@ fn stride(mapping: Mapping, n: usize) -> u32 {
     match (mapping, n) {
         (_, 0..=16_384) => 8,
         (_, 16_385..=65_536) => 16,
-        (Mapping::Cluster(8..), 65_537..=262_144) => 32,
-        _ => 64,
+        // Many rows keep the bandwidth busy meanwhile.
+        (Mapping::Block, _) | (_, 131_073..) => 64,
+        _ => 32,
     }
 }
 
@@ -442,6 +441,9 @@ mod tests {
         assert_eq!(h200(1, 8192)?, Mapping::Short);
         assert_eq!(h200(8192, 8192)?, Mapping::Short);
         assert_eq!(h200(1, 131_072)?, Mapping::Cluster(16));
+        assert_eq!(h200(8, 131_072)?, Mapping::Cluster(8));
+        assert_eq!(h200(16, 131_072)?, Mapping::Cluster(4));
+        assert_eq!(h200(32, 131_072)?, Mapping::Cluster(2));
         assert_eq!(h200(64, 131_072)?, Mapping::Cluster(2));
         assert_eq!(h200(128, 131_072)?, Mapping::RowLocal);
         assert_eq!(h200(512, 131_072)?, Mapping::Block);
