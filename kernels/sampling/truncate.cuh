@@ -915,8 +915,8 @@ struct Kept {
     constexpr int kAtOnce = 4, kLanes = 32 / kAtOnce;
     unsigned hits = __ballot_sync(~0u, own_best >= threshold);
 #pragma unroll 1
-    // A full buffer takes no more.
-    while (hits && *(volatile unsigned*)slots <= kCandidates) {
+    // A full buffer takes no more: all lanes must have seen it so.
+    while (hits && !__any_sync(~0u, *(volatile unsigned*)slots > kCandidates)) {
       unsigned from_whose = hits;
 #pragma unroll
       for (int i = 1; i < kAtOnce; i++) {
