@@ -54,16 +54,20 @@ __device__ __forceinline__ unsigned invert_top(const Kept<T, C>& kept, u64 draw,
                                                float* logit) {
   const Top& top = kept.shared.top;
   const unsigned size = kept.members;
+  __shared__ Mass point;
   __shared__ double logarithm;
   __shared__ unsigned drawn;
-  const Mass mass = top.first(size), point = inverted(mass, draw);
-  // By the warp that has the fewest comparisons to make.
-  if (wants_log && threadIdx.x / 32 == kWarps - 1) {
-    const double log = log_mass(mass);
-    if (threadIdx.x % 32 == 0) logarithm = log;
+  // What is one number, the warp finds that has the fewest comparisons to make.
+  const bool last = threadIdx.x / 32 == kWarps - 1;
+  Mass mass;
+  if (last) {
+    mass = kept.mass_of_members();
+    const Mass at = inverted(mass, draw);
+    if (threadIdx.x % 32 == 0) point = at;
   }
   // The mass of the members up to each, in the order of ids.
   const Pairs pairs(size);
+  Mass up_to = {0, 0}, own = {0, 0};
   if (pairs.works) {
     const bool exists = pairs.element < size;
     const Top::Member mine = top.ranked[exists ? pairs.element : 0];
@@ -74,8 +78,14 @@ __device__ __forceinline__ unsigned invert_top(const Kept<T, C>& kept, u64 draw,
       // Complements: the greater one is the lower id.
       sums.add(its.mass, (unsigned)its.order >= (unsigned)mine.order);
     }
-    const Mass up_to = pairs.combine(sums).sum();
-    if (pairs.part == 0 && exists && point < up_to && !(point < up_to - Mass{mine.mass, 0})) drawn = pairs.element;
+    sums = pairs.combine(sums);
+    if (exists && pairs.part == 0) up_to = sums.sum(), own = {mine.mass, 0};
+  }
+  __syncthreads();
+  if (point < up_to && !(point < up_to - own)) drawn = pairs.element;
+  if (wants_log && last) {
+    const double log = log_mass(mass);
+    if (threadIdx.x % 32 == 0) logarithm = log;
   }
   __syncthreads();
   const u64 order = top.ranked[drawn].order;

@@ -127,6 +127,7 @@ struct alignas(16) Top {
 struct Halves {
   u64 low = 0, high = 0;
 
+  __device__ __forceinline__ void add(Halves its) { low += its.low, high += its.high; }
   // `times` is 0 or 1.
   __device__ __forceinline__ void add(u64 mass, unsigned times) {
     low += (u64)(unsigned)mass * times, high += (u64)(unsigned)(mass >> 32) * times;
@@ -156,8 +157,7 @@ struct Pairs {
   __device__ __forceinline__ Halves combine(Halves x) const {
 #pragma unroll 1
     for (unsigned lanes = parts >> 1; lanes > 0; lanes >>= 1) {
-      const Halves its = shuffle_xor(x, lanes);
-      x.low += its.low, x.high += its.high;
+      x.add(shuffle_xor(x, lanes));
     }
     return x;
   }
@@ -352,8 +352,9 @@ struct Kept {
   // The cut: an element is kept where its key is greater, or equal at a position below `end`.
   unsigned cut_key, cut_end;
 
-  // How many are kept, where `shared.top` holds them, in order; else 0.
+  // How many are kept, where `shared.top` holds them, in order; else 0. Whether it has the sums, too.
   unsigned members;
+  bool summed;
   // How often the members have told each other what a pass has found, and sent what they gathered.
   unsigned rounds = 0, sendings = 0;
   // Where the row is on chip, the greatest of what the thread has looked at, and of the row: NaN if it
@@ -383,18 +384,18 @@ struct Kept {
       proposal = propose(sampled);
       meanwhile();
     } else {
+      const bool staged = stage();
       if (threadIdx.x == 0) {
         for (int i = 0; i < 3; i++) mail(i).open();
         nth_greatest() = ~0u;
       }
-      const bool staged = stage();
       Team<C>::arrive();
-      Team<C>::wait();
       limits = Truncation(r, row_index());
       if (staged) {
         proposal = propose_staged(meanwhile);
       } else {
         row.prefetch();
+        Team<C>::wait();
         proposal.asks_sample = true;
         meanwhile();
       }
@@ -488,13 +489,25 @@ struct Kept {
     });
   }
 
+  // By a whole warp.
+  __device__ __forceinline__ Mass mass_of_members() const {
+    const Top& top = shared.top;
+    if (summed) return top.first(members);
+    Halves own;
+#pragma unroll 1
+    for (unsigned i = threadIdx.x % 32; i < members; i += 32) own.add(top.ranked[i].mass, 1);
+#pragma unroll 1
+    for (int lanes = 16; lanes > 0; lanes /= 2) own.add(shuffle_xor(own, lanes));
+    return own.sum();
+  }
+
   // The number and the mass of the kept elements.
   __device__ void count_and_mass(unsigned* count, Mass* mass) const {
     Mass sum = {0, 0};
     unsigned own = 0;
     if (members) {
       *count = members;
-      *mass = shared.top.first(members);
+      *mass = mass_of_members();
     } else if (on_chip()) {
 #pragma unroll 1
       for (int i = threadIdx.x; i < gathered; i += kThreads) {
@@ -634,6 +647,7 @@ struct Kept {
       for (int d = lanes >> 1; d > 0; d >>= 1) most = max(most, __shfl_xor_sync(~0u, most, d));
       most = __shfl_sync(~0u, most, (lane & (groups - 1)) * lanes);
     }
+    Team<C>::wait();
     if (threadIdx.x == 0) mail(0).expect(sizeof(maxima));
     if (lane < size * groups) {
       const int group = (Team<C>::rank() * kWarps + threadIdx.x / 32) * groups + (lane & (groups - 1));
@@ -838,7 +852,7 @@ struct Kept {
       if (most >= threshold && *(volatile unsigned*)slots <= kCandidates) {
 #pragma unroll
         for (int d = 0; d < kLight; d++) {
-          const int first = row.first(j + d * (int)blockDim.x);
+          const int first = row.first(j + d * kThreads);
 #pragma unroll
           for (int w = 0; w < Row<T>::kWidth; w++) {
             const float x = widen(v[d].at[w]);
@@ -871,7 +885,7 @@ struct Kept {
   }
 
   // The same where the slice is on chip. What the few threads have that have seen something great, the
-  // whole warp looks at.
+  // whole warp looks at, four threads' at a time.
   __device__ __forceinline__ Part scan_staged(float threshold, float origin, bool sums_weights, unsigned* slots) {
     const int lane = threadIdx.x % 32;
     int from, to;
@@ -880,23 +894,43 @@ struct Kept {
     Sum sum;
     if (sums_weights) {
       const float scale = this->scale();
-#pragma unroll 2
-      for (int j = from + lane; j < to; j += 32) {
-        const Vector<T> one[1] = {TeamRow::as_vector(part[j])};
-        sum.add(one, threshold, scale, origin);
+      constexpr int kDepth = 4;
+      Vector<T> nothing;
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
+#pragma unroll 1
+      for (int j = from + lane; j < to; j += kDepth * 32) {
+        Vector<T> v[kDepth];
+#pragma unroll
+        for (int d = 0; d < kDepth; d++) v[d] = j + d * 32 < to ? TeamRow::as_vector(part[j + d * 32]) : nothing;
+        sum.add(v, threshold, scale, origin);
       }
     }
+    constexpr int kAtOnce = 4, kLanes = 32 / kAtOnce;
     unsigned hits = __ballot_sync(~0u, own_best >= threshold);
 #pragma unroll 1
     // A full buffer takes no more.
-    for (; hits && *(volatile unsigned*)slots <= kCandidates; hits &= hits - 1) {
-      constexpr int kWidth = Row<T>::kWidth;
-      const T* const elements = reinterpret_cast<const T*>(part);
-#pragma unroll 1
-      for (int j = from + __ffs(hits) - 1 + lane / kWidth * 32; j < to; j += 32 / kWidth * 32) {
-        const float x = widen(elements[(long long)j * kWidth + lane % kWidth]);
-        if (x >= threshold) note(x, row.first(j) + lane % kWidth, &shared.slice, slots);
+    while (hits && *(volatile unsigned*)slots <= kCandidates) {
+      unsigned from_whose = hits;
+#pragma unroll
+      for (int i = 1; i < kAtOnce; i++) {
+        if (lane >= i * kLanes) from_whose &= from_whose - 1;
+        hits &= hits - 1;
       }
+      hits &= hits - 1;
+      if (from_whose) {
+#pragma unroll 1
+        for (int j = from + __ffs(from_whose) - 1 + lane % kLanes * 32; j < to; j += 32 * kLanes) {
+          const Vector<T> v = TeamRow::as_vector(part[j]);
+          if (!(max_or_nan(v) >= threshold)) continue;
+#pragma unroll
+          for (int w = 0; w < Row<T>::kWidth; w++) {
+            const float x = widen(v.at[w]);
+            if (x >= threshold) note(x, row.first(j) + w, &shared.slice, slots);
+          }
+        }
+      }
+      __syncwarp();
     }
     return {own_best, sum.sum};
   }
@@ -1091,24 +1125,31 @@ struct Kept {
     if (refers) others = block_sum<Weight>(others);
     __syncthreads();
     count_step();
-    // The rank of each, and the mass of what is above it.
+    summed = !(limited && !(limits.top_p < 1.0f) && !(limits.min_p > 0.0f));
     const Pairs pairs(count);
     if (pairs.works) {
-      const bool exists = pairs.element < count;
+      const bool exists = pairs.element < count, writes = exists && pairs.part == 0;
       const Top::Member mine = top.found[exists ? pairs.element : 0];
       unsigned rank = 0;
-      Halves above;
+      if (summed) {
+        Halves above;
 #pragma unroll 4
-      for (unsigned other = pairs.part; other < count; other += pairs.parts) {
-        const Top::Member its = top.found[other];
-        const unsigned greater = its.order > mine.order;
-        rank += greater, above.add(its.mass, greater);
+        for (unsigned other = pairs.part; other < count; other += pairs.parts) {
+          const Top::Member its = top.found[other];
+          const unsigned greater = its.order > mine.order;
+          rank += greater, above.add(its.mass, greater);
+        }
+        rank = pairs.combine(rank), above = pairs.combine(above);
+        if (writes) top.above[rank] = above.sum();
+      } else {
+#pragma unroll 4
+        for (unsigned other = pairs.part; other < count; other += pairs.parts) rank += top.found[other].order > mine.order;
+        rank = pairs.combine(rank);
       }
-      rank = pairs.combine(rank), above = pairs.combine(above);
-      if (exists && pairs.part == 0) top.ranked[rank] = mine, top.above[rank] = above.sum();
+      if (writes) top.ranked[rank] = mine;
     }
     __syncthreads();
-    if (limited && !(limits.top_p < 1.0f) && !(limits.min_p > 0.0f)) {
+    if (!summed) {
       members = min(limits.top_k, count);
     } else {
       if (threadIdx.x < 32) decide(&verdict, joint, count, limited, complete, passed, reference, others, nullptr);
@@ -1118,7 +1159,7 @@ struct Kept {
         if (threadIdx.x < 32) decide(&verdict, joint, count, limited, complete, passed, reference, others, &whole);
         __syncthreads();
       }
-      if (!verdict.closed) return false;
+          if (!verdict.closed) return false;
       members = verdict.kept;
     }
     const u64 last = top.ranked[members - 1].order;
@@ -1133,63 +1174,58 @@ struct Kept {
     bool closed, wants_exact;
   };
 
-  // By one warp.
+  // By one warp. Two sums of all weights that the exact one lies between: the greatest in the first lane,
+  // the least in the others. Few instructions matter more than few at a time: they are fetched once each.
   __device__ __forceinline__ void decide(Verdict* verdict, int joint, unsigned count, bool limited,
                                          bool complete, const Part& passed, float reference,
                                          Mass others, const Mass* exact) const {
     const Top& top = shared.top;
     const unsigned lane = threadIdx.x % 32;
-    // How many of the ranked, from the first on, are as `is` has it.
-    const auto how_many = [&](auto is) {
-      unsigned own = 0;
-#pragma unroll
-      for (int i = 0; i < kTop / 32; i++) {
-        const unsigned at = i * 32 + lane;
-        own += at < count && is(at);
-      }
-      return __reduce_add_sync(~0u, own);
-    };
-    const auto reached = [&](Mass target) {
-      return how_many([&](unsigned at) { return top.above[at] < target; });
-    };
     unsigned kept = limited ? min(limits.top_k, count) : count;
     bool closed = limited || complete, wants_exact = false;
     if (limits.top_p < 1.0f && limits.top_k != 1) {
-      Mass least, most;
+      Mass whole;
       bool bounded = true;
-      if (exact) least = most = *exact;
-      else if (limited && !joint) least = most = top.first(kept);
-      else if (complete) least = most = top.first(count);
-      else bounded = bounds(passed, reference, top.first(count) + others, &least, &most);
+      if (exact) whole = *exact;
+      else if ((limited && !joint) || complete) whole = top.first(limited && !joint ? kept : count);
+      else bounded = bound(passed, reference, top.first(count) + others, lane == 0, &whole);
       if (!bounded) {
         wants_exact = true;
       } else {
-        // Both at once, by one lane each.
-        const Mass either = nucleus(limits.top_p, lane == 0 ? most : least);
-        const Mass target = shuffle(either, 0);
-        const unsigned ends = reached(target);
-        const bool same = !(least < most) || min(kept, reached(shuffle(either, 1))) == min(kept, ends);
-        if (!closed && top.first(count) < target) {
+        const Mass target = nucleus(limits.top_p, whole), most = shuffle(target, 0), least = shuffle(target, 1);
+        // How many of the ranked reach it.
+        unsigned ends = 0, ends_least = 0;
+#pragma unroll 1
+        for (unsigned at = lane; at < count; at += 32) {
+          const Mass above = top.above[at];
+          ends += above < most, ends_least += above < least;
+        }
+        ends = __reduce_add_sync(~0u, ends), ends_least = __reduce_add_sync(~0u, ends_least);
+        if (!closed && top.first(count) < most) {
           // Beyond the edge, or so close to it that only the exact sum tells.
           kept = 0;
         } else {
-          wants_exact = !same;
+          wants_exact = min(kept, ends_least) != min(kept, ends);
           kept = min(kept, ends), closed = true;
         }
       }
     }
     if (limits.min_p > 0.0f && kept > 1) {
       const double bound = log((double)limits.min_p);
-      const unsigned ends =
-          how_many([&](unsigned at) { return (double)softmax.exponent(value_of(top.ranked[at].order >> 32)) >= bound; });
+      unsigned ends = 0;
+#pragma unroll 1
+      for (unsigned at = lane; at < count; at += 32) {
+        ends += (double)softmax.exponent(value_of(top.ranked[at].order >> 32)) >= bound;
+      }
+      ends = __reduce_add_sync(~0u, ends);
       closed |= ends < count;
       kept = min(kept, ends);
     }
     if (lane == 0) *verdict = {kept, closed && kept > 0, wants_exact};
   }
 
-  // Bounds of the exact sum of weights: what is gathered, and the rest from the pass's f32 sum
-  // relative to the reference. False where there are none.
+  // A bound of the exact sum of weights, from above or below: what is gathered, and the rest from the
+  // pass's f32 sum relative to the reference. False where there is none.
   //
   // The pass's weights are 2^(x scale - origin) with one rounding of the exponent, whatever the product
   // that the origin is rounded from: it is the same number here.
@@ -1200,8 +1236,8 @@ struct Kept {
   // weight is off by 4 in the one sum and in the other, and a carried sum, with those that it is of and the
   // tree that joins the threads', by 30; how far the origin is below the maximum adds 6 times that, and 8;
   // the rest is slack. Besides, each exact weight is rounded down to a unit.
-  __device__ __forceinline__ bool bounds(const Part& passed, float reference, Mass inside, Mass* least,
-                                         Mass* most) const {
+  __device__ __forceinline__ bool bound(const Part& passed, float reference, Mass inside, bool above,
+                                        Mass* bound) const {
     const float max = value_of(best_key), sum = passed.sum;
     const float origin = reference * scale(), octaves = __fmaf_rn(max, scale(), -origin);
     const float beyond = fmaxf(octaves * 0.6931472f, 0.0f);
@@ -1216,9 +1252,9 @@ struct Kept {
     const float tilt = sum > 0.0f ? (__log2f((float)row.size) - __log2f(sum) + 1.0f) * kLn2 : 0.0f;
     const float error = kUnit * (6.0f * tilt + 8.0f * beyond + 70.0f);
     const double weights = (double)sum * exp2_approx(-octaves), either = weights * error;
-    const Mass rounded = {(u64)row.size, 0}, low = to_mass(fmax(weights - either, 0.0));
-    *least = inside + (rounded < low ? low - rounded : Mass{0, 0});
-    *most = inside + to_mass(weights + either);
+    const Mass rest = to_mass(fmax(above ? weights + either : weights - either, 0.0));
+    const Mass rounded = {above ? 0 : (u64)row.size, 0};
+    *bound = inside + (rounded < rest ? rest - rounded : Mass{0, 0});
     return true;
   }
 

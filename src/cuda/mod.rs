@@ -11,8 +11,9 @@ use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaStream};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{bail, DType, Device, Result};
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 mod memory;
 pub(crate) use memory::{arg, Addresses, DeviceBuffer};
@@ -204,72 +205,100 @@ pub(crate) struct Demand {
     pub shared_bytes: u32,
 }
 
-/// The form to launch in, and how: a block a row, or a cluster. `demand` is a form's, and
+/// What launches are planned by: of a device, and asked of the driver once.
+#[derive(Debug, Clone, Copy)]
+struct Facts {
+    multiprocessors: usize,
+    /// Shared memory that a block may have.
+    shared_bytes: u64,
+    /// How many clusters of so many blocks, each on a multiprocessor of its own, run at once: their
+    /// multiprocessors lie in one of the device's groups, which don't divide evenly. None where the
+    /// device has no clusters.
+    clusters: [(u32, usize); 3],
+}
+
+impl Facts {
+    fn of(device: &CudaDevice, family: &Family, dtype: DType, threads: u32) -> Result<Self> {
+        static KNOWN: Mutex<BTreeMap<usize, Facts>> = Mutex::new(BTreeMap::new());
+        let stream = device.cuda_stream();
+        let ordinal = stream.context().ordinal();
+        let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(facts) = known().get(&ordinal) {
+            return Ok(*facts);
+        }
+        let attribute = |attribute| stream.context().attribute(attribute).w();
+        let shared_bytes =
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32;
+        let mut clusters = [8, 4, 2].map(|blocks| (blocks, 0));
+        if runs_sm90(device)? {
+            let kernel = family.kernel(device, dtype, Form::Sm90, shared_bytes)?;
+            for (blocks, most) in &mut clusters {
+                *most = kernel.clusters(*blocks, threads)?;
+            }
+        }
+        let facts = Self {
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?
+                as usize,
+            shared_bytes: shared_bytes as u64,
+            clusters,
+        };
+        known().insert(ordinal, facts);
+        Ok(facts)
+    }
+}
+
+/// The kernel of a family to launch, and how: a block a row, or a cluster. `demand` is a form's, and
 /// `slice_bytes` tells how many bytes of a row each of so many blocks would hold.
 ///
-/// What is fastest on an H200: the largest cluster whose blocks all run at once, each on a
-/// multiprocessor of its own, one that holds the row on chip before one that doesn't; then a large
-/// block, then small ones. A cluster's multiprocessors lie in one of the device's 8 groups of 16 or
-/// so, which don't divide evenly: hence three quarters of them.
+/// What is fastest on an H200: the largest cluster of which there can be one for each row at once, one
+/// that holds the row on chip before one that doesn't; then a large block, then small ones.
 pub(crate) fn teams(
     device: &CudaDevice,
+    family: &Family,
+    dtype: DType,
     rows: usize,
     demand: impl Fn(Form) -> Demand,
     slice_bytes: impl Fn(u32) -> u64,
-) -> Result<(Form, Teams)> {
-    let stream = device.cuda_stream();
-    let attribute = |attribute| stream.context().attribute(attribute).w();
-    let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+) -> Result<(Kernel, Teams)> {
+    let facts = Facts::of(device, family, dtype, demand(Form::Sm90).threads)?;
     let forced = FORCED.get();
-    if forced.is_none_or(|form| form == Form::Sm90) && runs_sm90(device)? {
-        let most =
-            attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u64;
+    let clusters = facts.clusters.iter().any(|&(_, most)| most > 0);
+    let mut planned = None;
+    if clusters && forced.is_none_or(|form| form == Form::Sm90) {
         // What the kernels declare beside their dynamic shared memory is less.
         const STATIC_BYTES: u64 = 8 << 10;
-        let Demand {
-            threads,
-            shared_bytes,
-        } = demand(Form::Sm90);
-        let fits = |blocks| shared_bytes as u64 + STATIC_BYTES + slice_bytes(blocks) <= most;
-        let room = |blocks: u32| rows * blocks as usize <= multiprocessors / 4 * 3;
-        let sizes = [8, 4, 2];
-        let on_chip = sizes
-            .into_iter()
-            .find(|&blocks| room(blocks) && fits(blocks));
-        let streaming = || sizes.into_iter().find(|&blocks| room(blocks));
-        let blocks = on_chip.or_else(streaming).or(forced.map(|_| 2));
-        if let Some(blocks) = blocks {
-            let copy = if fits(blocks) {
-                slice_bytes(blocks) as u32
-            } else {
-                0
-            };
-            let teams = Teams {
-                rows: rows as u32,
-                blocks,
-                threads,
-                shared_bytes: shared_bytes + copy,
-            };
-            return Ok((Form::Sm90, teams));
-        }
+        let shared_bytes = demand(Form::Sm90).shared_bytes;
+        let fits =
+            |blocks| shared_bytes as u64 + STATIC_BYTES + slice_bytes(blocks) <= facts.shared_bytes;
+        let mut sizes = facts.clusters.iter().filter(|&&(_, most)| rows <= most);
+        let on_chip = sizes.clone().find(|&&(blocks, _)| fits(blocks));
+        let blocks = on_chip.or(sizes.next()).map(|&(blocks, _)| blocks);
+        planned = blocks.or(forced.map(|_| 2)).map(|blocks| {
+            let copied = fits(blocks).then(|| slice_bytes(blocks) as u32);
+            (Form::Sm90, blocks, copied.unwrap_or(0))
+        });
     }
-    let form = match forced {
-        Some(Form::Sm80) => Form::Sm80,
-        Some(Form::Sm80Wide) => Form::Sm80Wide,
-        _ if rows <= multiprocessors => Form::Sm80Wide,
-        _ => Form::Sm80,
-    };
+    let (form, blocks, copied) = planned.unwrap_or_else(|| {
+        let form = match forced {
+            Some(Form::Sm80) => Form::Sm80,
+            Some(Form::Sm80Wide) => Form::Sm80Wide,
+            _ if rows <= facts.multiprocessors => Form::Sm80Wide,
+            _ => Form::Sm80,
+        };
+        (form, 1, 0)
+    });
     let Demand {
         threads,
         shared_bytes,
     } = demand(form);
     let teams = Teams {
         rows: rows as u32,
-        blocks: 1,
+        blocks,
         threads,
-        shared_bytes,
+        shared_bytes: shared_bytes + copied,
     };
-    Ok((form, teams))
+    let kernel = family.kernel(device, dtype, form, teams.shared_bytes)?;
+    Ok((kernel, teams))
 }
 
 /// A kernel, ready to be launched on its device's stream.
@@ -288,6 +317,20 @@ pub(crate) struct Teams {
     pub shared_bytes: u32,
 }
 
+fn cluster_of(blocks: u32) -> sys::CUlaunchAttribute {
+    let mut cluster = sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { pad: [0; 64] },
+    };
+    cluster.value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
+        x: blocks,
+        y: 1,
+        z: 1,
+    };
+    cluster
+}
+
 impl Kernel {
     /// Lets clusters have 16 blocks, beyond the 8 that every device of compute capability 9.0 has.
     pub fn allow_large_clusters(&self) -> Result<()> {
@@ -297,6 +340,48 @@ impl Kernel {
                 1,
             )
             .w()
+    }
+
+    /// How many clusters of so many blocks run at once, with as much shared memory as a block may have.
+    fn clusters(&self, blocks: u32, threads: u32) -> Result<usize> {
+        self.stream.context().bind_to_thread().w()?;
+        let shared_bytes = self
+            .function
+            .get_attribute(FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
+            .w()?;
+        let mut cluster = cluster_of(blocks);
+        let config = self.config(
+            Teams {
+                rows: 1,
+                blocks,
+                threads,
+                shared_bytes: shared_bytes as u32,
+            },
+            &mut cluster,
+        );
+        let mut most = 0;
+        // SAFETY: the function is alive in `self`, and the driver reads what is passed.
+        unsafe {
+            sys::cuOccupancyMaxActiveClusters(&mut most, self.function.cu_function(), &config)
+        }
+        .result()
+        .w()?;
+        Ok(most as usize)
+    }
+
+    fn config(&self, teams: Teams, cluster: &mut sys::CUlaunchAttribute) -> sys::CUlaunchConfig {
+        sys::CUlaunchConfig {
+            gridDimX: teams.rows * teams.blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: teams.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: teams.shared_bytes,
+            hStream: self.stream.cu_stream(),
+            attrs: cluster,
+            numAttrs: (teams.blocks > 1) as u32,
+        }
     }
 
     /// Launches the kernel. (cudarc's own launch knows no clusters but those that a kernel is
@@ -311,28 +396,8 @@ impl Kernel {
         mut arguments: [*const c_void; N],
     ) -> Result<()> {
         self.stream.context().bind_to_thread().w()?;
-        let mut cluster = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { pad: [0; 64] },
-        };
-        cluster.value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
-            x: teams.blocks,
-            y: 1,
-            z: 1,
-        };
-        let config = sys::CUlaunchConfig {
-            gridDimX: teams.rows * teams.blocks,
-            gridDimY: 1,
-            gridDimZ: 1,
-            blockDimX: teams.threads,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: teams.shared_bytes,
-            hStream: self.stream.cu_stream(),
-            attrs: &mut cluster,
-            numAttrs: (teams.blocks > 1) as u32,
-        };
+        let mut cluster = cluster_of(teams.blocks);
+        let config = self.config(teams, &mut cluster);
         // SAFETY: function and stream are alive in `self`; the rest is the caller's promise. The
         // driver reads the arguments and writes none.
         unsafe {
