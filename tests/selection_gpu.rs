@@ -552,6 +552,32 @@ fn replay(device: &Device, mapping: Mapping, n: usize, replays: usize) -> Result
     Ok(())
 }
 
+/// Lists that overflow in some of the blocks of a row and not in the others: together they must have all of
+/// the row, and nothing twice.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn overfull_in_some_blocks() -> Result<()> {
+    let (device, _guard) = gpu()?;
+    let n = 40_001;
+    let mut rng = rng(8);
+    for law in [Law::Equal, Law::LowBits] {
+        let bounds = (35_000..38_700)
+            .step_by(160)
+            .map(|length| (1261, 1261 + length))
+            .collect();
+        let batch = Batch::new(law, n, bounds, &mut rng);
+        for mapping in [Mapping::Cluster(8), Mapping::Split(8)] {
+            let top = TopK::new(512)?.with_overrides(forced(mapping));
+            let what = format!("{law:?}, {mapping:?}");
+            let got = cases::run::<f32>(&batch, top, &device, (n + 3, 1), DType::I32)?;
+            cases::check::<f32>(&batch, 512, Order::Unordered, &got, &what);
+            let got = cases::run::<f16>(&batch, top, &device, (n + 3, 1), DType::I32)?;
+            cases::check::<f16>(&batch, 512, Order::Unordered, &got, &what);
+        }
+    }
+    Ok(())
+}
+
 /// Two streams at once, each with its own device handle and workspace.
 #[test]
 #[ignore = "needs a CUDA GPU"]

@@ -10,12 +10,16 @@
 //     top, the histogram is cut; the secondary one deeper. Within its bin a cutoff is interpolated:
 //     it decides how much is collected, never what is selected.
 //  2. Collection (4.3). One pass over the row appends what reaches the cutoff to a list in shared
-//     memory, and counts it in the leading histogram: bins of a few candidates each, of a width that
-//     the sample suggests. The list's length certifies the row: K or more hold the K best.
-//  3. Refinement (4.4). The leading histogram says in which bin the K-th lies; the few in it are
-//     ranked by comparing all pairs. Where they are many, or there is no such histogram, one over the
-//     range of ranks that the list has, 11 bits of it at a time, narrows until they are few. Ties at
-//     rank K are decided by the same integers, without a word to the row.
+//     memory. Vectors that hold any are few: each warp queues these, and takes scores from as many as it
+//     has lanes at a time. The list's length certifies the row: K or more hold the K best.
+//  3. Refinement (4.4). The candidates, in registers, fill the leading histogram: bins of a few
+//     each, of a width that the sample suggests. It says in which bin the K-th lies; the few in it
+//     are ranked by comparing all pairs. Where they are many, a histogram over the range of ranks that
+//     the list has, 11 bits of it at a time, narrows until they are few. Ties at rank K are decided
+//     by the same integers, without a word to the row.
+//
+// A row that its block has in registers as a whole needs neither sample nor list: the exact histogram of its
+// coarse keys says what is selected, but for the bin of the K-th.
 //
 // What the paper leaves to spill buffers of a row's size, this does not need:
 //
@@ -28,13 +32,25 @@
 //    If that is still too little, a histogram of the whole row gives the leading bits of the K-th
 //    best, and a last pass collects down to them: it cannot underfill.
 //
-// What every warp does costs the time of all: blocks are of 512 threads, and what is to be said once is
-// scanned by four warps.
-//
 // Blocks that share a row take a slice each and derive one cutoff from one sample without a word. A
 // cluster's members send what they collected to the first one's shared memory; other blocks leave it
 // in the workspace, where the last to arrive finds it. What a slice's list loses when it is cut down
 // to K is in no row's set.
+//
+// What was tried, on an H200 (f32, K = 2048, raised ends; us):
+//
+//                                                             512 x 128K   1 x 128K   1 x 8K
+//   1,024 threads, an atomic for each candidate                    159          -       13.6
+//   512 threads, two blocks to a multiprocessor                     98         20       13.2
+//   the leading histogram counted in the pass                      130       16.5       11.9
+//   counted afterwards; a word a warp for 16 scores a lane;
+//     short rows held; clusters that meet by messages               94       13.9        9.0
+//   plain adds to histograms (not those of a constant 1, which
+//     look for lanes of one bin); the output written side by side   94       12.6        7.9
+//   the request and the selector out of local memory; queues        91       11.6        7.5
+//
+// A warp's integer and comparing instructions take two cycles each, so what every warp does costs the time of
+// all: what is to be said once is looked at by the one warp that has it.
 #pragma once
 
 #include <math_constants.h>
@@ -330,13 +346,14 @@ struct Keys {
   unsigned least, most;
 };
 
-// The least and the greatest key of the ranks from `floor` up. With a barrier.
-__device__ __forceinline__ Keys key_range(List list, int n, u64 floor) {
+// The least and the greatest of a word of the ranks that `take` names. With a barrier.
+template <class Take, class Word>
+__device__ __forceinline__ Keys word_range(List list, int n, Take take, Word word) {
   unsigned least = ~0u, most = 0;
 #pragma unroll 1
   for (int i = threadIdx.x; i < n; i += kThreads) {
     const u64 rank = list[i];
-    if (rank >= floor) least = min(least, key_in(rank)), most = max(most, key_in(rank));
+    if (take(rank)) least = min(least, word(rank)), most = max(most, word(rank));
   }
   least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -344,6 +361,10 @@ __device__ __forceinline__ Keys key_range(List list, int n, u64 floor) {
   __syncthreads();
   return {__reduce_min_sync(~0u, lane < kWarps ? state().low[lane] : ~0u),
           __reduce_max_sync(~0u, lane < kWarps ? state().high[lane] : 0)};
+}
+// Of the keys of the ranks from `floor` up.
+__device__ __forceinline__ Keys key_range(List list, int n, u64 floor) {
+  return word_range(list, n, [&](u64 rank) { return rank >= floor; }, key_in);
 }
 
 // The rank of the `need`-th best of n > 0 candidates, need at most n. All threads have arrived, and
@@ -354,8 +375,16 @@ __device__ __noinline__ u64 refine(List list, int n, unsigned need) {
   const Keys keys = key_range(list, n, 0);
   u64 low = (u64)keys.least << 32, high = (u64)keys.most << 32 | ~0u;
   while (true) {
+    if (low >> 32 == high >> 32 && (unsigned)low == 0 && (unsigned)high == ~0u) {
+      // Ties: what is left differs in its positions alone, which have few of their word's bits.
+      __syncthreads();
+      const Keys positions = word_range(
+          list, n, [&](u64 rank) { return rank >> 32 == low >> 32; }, [](u64 rank) { return (unsigned)rank; });
+      low |= positions.least, high = (high ^ ~0u) | positions.most;
+    }
     const u64 width = high - low;
-    const int shift = bin_shift(width);
+    // Whole keys, or positions of one.
+    const int shift = width >> 32 ? max(bin_shift(width), 32) : bin_shift(width);
 #pragma unroll 1
     for (int i = threadIdx.x; i < n; i += kThreads) {
       const u64 above = list[i] - low;
@@ -585,6 +614,10 @@ struct Selector {
         scores(static_cast<const T*>(request.scores) + row * request.pitch, start, max(end - start, 0)),
         row(row),
         lists(lists) {}
+
+  // The same with a request of its own.
+  __device__ __forceinline__ Selector(const Request& request, const Selector& other)
+      : request(request), scores(other.scores), row(other.row), lists(other.lists) {}
 
   // What a function that is not inlined is called on: a copy. One whose address such a function has been told
   // would lie in local memory, and be read from there, and the request by way of it, wherever it is used.
@@ -846,6 +879,10 @@ struct Selector {
   // Appends the scores whose keys lie in [low, high), tile by tile in the order of positions,
   // whatever they are. All threads have arrived; with a barrier at the end.
   __device__ __noinline__ void collect(Slice slice, unsigned low, unsigned high) const {
+    const Request own = request;
+    Selector(own, *this).collect_tiles(slice, low, high);
+  }
+  __device__ __forceinline__ void collect_tiles(const Slice& slice, unsigned low, unsigned high) const {
     const unsigned before = state().count;
     __syncthreads();
     unsigned keys[kWidth];
@@ -854,7 +891,7 @@ struct Selector {
 #pragma unroll
       for (int w = 0; w < kWidth; w++) keys[w] = 0;
       if (mine) keys[0] = key_of(widen(scores.data[at]));
-      append_chunk(keys, mine, scores.start + at, &low, high);
+      apart().append_chunk(keys, mine, scores.start + at, &low, high);
     };
     if (slice.has_ends() && scores.head) single((int)threadIdx.x < scores.head, threadIdx.x);
     slice.for_each_tile([&](int j) {
@@ -880,7 +917,7 @@ struct Selector {
           const bool mine = j + d * slice.step < slice.end;
 #pragma unroll
           for (int w = 0; w < kWidth; w++) keys[w] = mine ? key_of(widen(v[d].at[w])) : 0;
-          append_chunk(keys, mine ? ~0u : 0, scores.column(j + d * slice.step), &low, high);
+          apart().append_chunk(keys, mine ? ~0u : 0, scores.column(j + d * slice.step), &low, high);
         }
       }
     });
@@ -1008,8 +1045,10 @@ struct Selector {
 
   __device__ __noinline__ void finish_any(List list, int n, unsigned count) const {
     const u64 threshold = n > (int)count ? refine(list, n, count) : 0;
-    if (request.order != kUnordered) put_ordered(list, n, threshold, count);
-    else put_unordered(list, n, 0, [&](u64 rank) { return rank >= threshold; });
+    const Request own = request;
+    const Selector self(own, *this);
+    if (own.order != kUnordered) self.put_ordered(list, n, threshold, count);
+    else self.put_unordered(list, n, 0, [&](u64 rank) { return rank >= threshold; });
   }
 
   // The candidates that `keep` names, after the first ones, by one word a warp to the others.
@@ -1276,7 +1315,7 @@ struct Selector {
   }
 
   // Bucket sort of the selected: by their bits, then within each bucket by comparing all pairs.
-  __device__ __noinline__ void put_ordered(List list, int n, u64 threshold, unsigned count) const {
+  __device__ __forceinline__ void put_ordered(List list, int n, u64 threshold, unsigned count) const {
     const bool by_value = request.order == kByValue;
     // Descending in both orders: a position's complement is the low word.
     const u64 mask = by_value ? ~0ull : 0xffffffffull;
@@ -1318,7 +1357,7 @@ struct Selector {
     }
     __syncthreads();
     if (crowded) {
-      sort(list, count, mask);
+      apart().sort(list, count, mask);
 #pragma unroll 1
       for (unsigned i = threadIdx.x; i < count; i += kThreads) put(i, list[sorted()[i]]);
       return;

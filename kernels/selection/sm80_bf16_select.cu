@@ -2,6 +2,10 @@ constexpr int kThreads = 512;
 #include "block.cuh"
 #include "split.cuh"
 
+extern "C" __global__ void __launch_bounds__(kThreads, 2) select_short(const __grid_constant__ Request request) {
+  select_short<__nv_bfloat16>(request);
+}
+
 // Two blocks to a multiprocessor: while one refines, the other streams.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) select_block(const __grid_constant__ Request request) {
   select_block<__nv_bfloat16, false>(request);
@@ -13,8 +17,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) select_row_local(const
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) select_split(const __grid_constant__ Request request) {
   select_split<__nv_bfloat16>(request);
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads, 2) select_short(const __grid_constant__ Request request) {
-  select_short<__nv_bfloat16>(request);
 }

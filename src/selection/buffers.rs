@@ -68,6 +68,9 @@ impl RowRoute {
     }
 }
 
+/// Of all rows: 8 GiB. A machine that promises more memory than it has would not refuse them.
+const MAX_POSITIONS: usize = i32::MAX as usize;
+
 /// Counters of a row: `RouteCounters` in `kernels/selection/select.cuh`.
 const COUNTERS: usize = 4;
 /// The last counter is in this unit, so that it fits a word.
@@ -104,8 +107,8 @@ impl SelectionBuffers {
     /// Buffers of `rows` rows of `k` positions. A row that no launch has reached is empty.
     ///
     /// # Errors
-    /// For no row or above 2^27 - 1, a `k` of 0 or above [`MAX_K`], more than there is memory for, and
-    /// on a device that is neither the CPU nor CUDA.
+    /// For no row or above 2^27 - 1, a `k` of 0 or above [`MAX_K`], more than 2^31 - 1 positions in all or
+    /// than there is memory for, and on a device that is neither the CPU nor CUDA.
     pub fn new(rows: usize, k: usize, device: &Device) -> Result<Self> {
         if rows == 0 {
             bail!("{WHAT}: the number of rows is 0, at least 1 is needed")
@@ -113,6 +116,9 @@ impl SelectionBuffers {
         check_size(rows, 1)?;
         if k == 0 || k > MAX_K {
             bail!("{WHAT}: k is {k}, 1 to {MAX_K} are accepted")
+        }
+        if rows.saturating_mul(k) > MAX_POSITIONS {
+            bail!("{WHAT}: {rows} rows of {k} positions are asked for, {MAX_POSITIONS} positions are accepted")
         }
         Ok(Self {
             rows,

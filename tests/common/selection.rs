@@ -625,7 +625,7 @@ pub fn refusals(device: &Device) -> Result<()> {
     // 2 TiB.
     refused(
         SelectionBuffers::new((1 << 27) - 1, 4096, device).map(drop),
-        &["134217727", "memory"],
+        &["134217727", "2147483647"],
     );
     // No rows are no error.
     let none = top.select(&scores.narrow(0, 0, 0)?, &full)?;
