@@ -6,7 +6,7 @@ use super::super::super::sparse::{Attend, Source};
 use super::plan::{self, Kind, Plan, Props};
 use crate::buffer::Buffer;
 use crate::cuda::{
-    arg, forced_sm80, of_half, runs_sm90, Addresses, Kernel, Module, Teams, SPARSE, SPARSE_LATENT,
+    arg, forced_sm80, of_half, runs_sm90, Addresses, Kernel, Teams, SPARSE, SPARSE_LATENT,
     SPARSE_TILE, SPARSE_WIDE,
 };
 use candle_core::backend::BackendStorage;
