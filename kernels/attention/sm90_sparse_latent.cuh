@@ -330,13 +330,14 @@ __device__ inline void merge_slot(float (&o)[128], float4 *slot, const float (&o
 template <typename T>
 __device__ inline void store_values(float (&o)[128], T *const (&out)[2], const float (&share)[2],
                                     const Running (&running)[2], bool aligned) {
+#pragma unroll
+    for (int i = 0; i < 128; i++) o[i] = __fmaf_rn(o[i], share[i / 2 % 2], 0.f);
     if (__any_sync(~0u, running[0].max == minus_infinity() || running[1].max == minus_infinity())) {
+        // A share of nothing is no number.
 #pragma unroll
         for (int i = 0; i < 128; i++)
             if (running[i / 2 % 2].max == minus_infinity()) o[i] = 0.f;
     }
-#pragma unroll
-    for (int i = 0; i < 128; i++) o[i] = __fmaf_rn(o[i], share[i / 2 % 2], 0.f);
     if (aligned) {
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -600,8 +601,8 @@ __device__ void attend(const Request &r, uint32_t base, Rest &rest, int tid) {
             int head = row + 8 * i;
             bool exists = head < unit.heads;
             int row_head = unit.first_head + (exists ? head : 0);
-            share[i] = running[i].share(r.sink != nullptr,
-                                        r.sink ? r.sink[row_head * r.sink_stride] : 0.f);
+            float sink = r.sink ? r.sink[row_head * r.sink_stride] : 0.f;
+            share[i] = running[i].share(r.sink != nullptr, sink);
             out[i] = exists ? static_cast<T *>(r.out) + unit.row * r.out_row +
                                   row_head * r.out_head + SIDE * 256 + lane % 4 * 2
                             : nullptr;

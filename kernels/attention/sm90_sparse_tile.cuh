@@ -182,7 +182,9 @@ template <typename T, int D> __device__ void run(const Request &r) {
         for (int64_t chunk = begin / KEYS / (32 * WORDS); chunk < chunks; chunk++) {
             int64_t origin = chunk * 32 * WORDS;
             if (origin * KEYS >= end) break;
-            for (int i = tid; i < rows * WORDS; i += THREADS) rest.masks[i / WORDS][i % WORDS] = 0;
+            int words = static_cast<int>(min((blocks - origin + 31) / 32, int64_t(WORDS)));
+            for (int i = tid; i < rows * WORDS; i += THREADS)
+                if (i % WORDS < words) rest.masks[i / WORDS][i % WORDS] = 0;
             __syncthreads();
             int shift = r.block_shift - 6;
             for (int row = warp; row < rows; row += THREADS / 32) {
@@ -205,6 +207,7 @@ template <typename T, int D> __device__ void run(const Request &r) {
             for (int i = tid; i < 2 * WORDS; i += THREADS) {
                 uint32_t all = 0;
                 int which = i / WORDS;
+                if (i % WORDS >= words) continue;
                 for (int row = which * half; row < min(rows, (which + 1) * half); row++)
                     all |= rest.masks[row][i % WORDS];
                 rest.all[which][i % WORDS] = all;
@@ -216,7 +219,7 @@ template <typename T, int D> __device__ void run(const Request &r) {
                 const T *values = static_cast<const T *>(r.values.at) + kv_head * r.values.head;
                 const T *somewhere = static_cast<const T *>(r.q);
                 int piece = lane % 8, sub = lane / 8, own_warp = warp % 4;
-                for (int word = 0; word < WORDS; word++) {
+                for (int word = 0; word < words; word++) {
                     uint32_t bits = rest.all[0][word] | rest.all[1][word];
                     while (bits) {
                         int64_t block = origin + word * 32 + __ffs(bits) - 1;
@@ -264,7 +267,7 @@ template <typename T, int D> __device__ void run(const Request &r) {
                     }
                 }
             } else {
-                for (int word = 0; word < WORDS; word++) {
+                for (int word = 0; word < words; word++) {
                     uint32_t bits = rest.all[0][word] | rest.all[1][word];
                     uint32_t mine = rest.all[group][word];
                     while (bits) {

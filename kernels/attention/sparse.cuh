@@ -276,16 +276,26 @@ template <typename T> __device__ void merge(const Request &r) {
     for (int column = 4 * threadIdx.x; column < r.slot_columns; column += 4 * blockDim.x) {
         Running running;
         float run[4] = {};
-        for (int segment = 0; segment < r.segments; segment++) {
-            const float *part = parts + segment * slot;
-            float own, other;
-            if (!running.merge(sums[segment * slot], sums[segment * slot + r.slot_heads], own, other))
-                continue;
-            float4 o = *reinterpret_cast<const float4 *>(part + head * r.slot_columns + column);
-            run[0] = Running::merged(run[0], own, o.x, other);
-            run[1] = Running::merged(run[1], own, o.y, other);
-            run[2] = Running::merged(run[2], own, o.z, other);
-            run[3] = Running::merged(run[3], own, o.w, other);
+        constexpr int AT_A_TIME = 4; // so that loads don't wait for each other
+        for (int first = 0; first < r.segments; first += AT_A_TIME) {
+            float maxima[AT_A_TIME], weights[AT_A_TIME];
+            float4 o[AT_A_TIME];
+#pragma unroll
+            for (int i = 0; i < AT_A_TIME; i++) {
+                int64_t at = slot * min(first + i, r.segments - 1);
+                maxima[i] = first + i < r.segments ? sums[at] : minus_infinity();
+                weights[i] = sums[at + r.slot_heads];
+                o[i] = *reinterpret_cast<const float4 *>(parts + at + head * r.slot_columns + column);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_A_TIME; i++) {
+                float own, other;
+                if (!running.merge(maxima[i], weights[i], own, other)) continue;
+                run[0] = Running::merged(run[0], own, o[i].x, other);
+                run[1] = Running::merged(run[1], own, o[i].y, other);
+                run[2] = Running::merged(run[2], own, o[i].z, other);
+                run[3] = Running::merged(run[3], own, o[i].w, other);
+            }
         }
         float share = running.share(r.sink != nullptr, sink);
         for (int i = 0; i < 4; i++)
