@@ -1,4 +1,5 @@
-//! Compiles the CUDA kernels to PTX for the feature `cuda`.
+//! Compiles the CUDA kernels for the feature `cuda`: to PTX, and that to machine code for the GPU that the
+//! build is for.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -12,15 +13,19 @@ fn main() {
 
 #[cfg(feature = "cuda")]
 mod kernels {
-    use cudaforge::KernelBuilder;
-    use std::path::PathBuf;
+    use cudaforge::{CudaToolkit, GpuArch, KernelBuilder};
+    use std::path::{Path, PathBuf};
+    use std::process::Command;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    type Error = Box<dyn std::error::Error + Send + Sync>;
 
     /// The least compute capability that the kernels are written for. Their PTX is compiled for it
     /// whatever the device, which the driver finishes for any later one. What starts with `sm90_`
     /// is for 9.0 alone.
     const FORM: usize = 80;
 
-    pub fn build() -> Result<(), Box<dyn std::error::Error>> {
+    pub fn build() -> Result<(), Error> {
         let arch = cudaforge::detect_compute_cap()?;
         if arch.base() < FORM {
             return Err(format!(
@@ -53,7 +58,13 @@ mod kernels {
                 .arg(contract)
                 .build_ptx()?
                 .write(out.join(format!("{folder}_ptx.rs")))?;
+            let cubins = assemble(&own, &arch, &out)?;
+            std::fs::write(out.join(format!("{folder}_cubin.rs")), cubins)?;
         }
+        std::fs::write(
+            out.join("cubin_capability.rs"),
+            format!("({}, {})", arch.base() / 10, arch.base() % 10),
+        )?;
         // What the benches measure with. A file of its own, which only they include: no program
         // that uses the crate carries it.
         KernelBuilder::new()
@@ -64,6 +75,78 @@ mod kernels {
             .arg("-std=c++17")
             .build_ptx()?
             .write(out.join("bench_ptx.rs"))?;
+        Ok(())
+    }
+
+    /// Assembles the PTX of a folder's kernels for the GPU that the build is for, and declares each: a
+    /// `Some`, or `None` where the kernel isn't for it. The driver would take seconds for each when it
+    /// is first loaded.
+    fn assemble(folder: &str, arch: &GpuArch, out: &Path) -> Result<String, Error> {
+        let ptxas = CudaToolkit::detect()?.nvcc_path.with_file_name("ptxas");
+        let mut names: Vec<_> = std::fs::read_dir(folder)?
+            .flatten()
+            .map(|entry| entry.path())
+            .filter(|path| path.extension().is_some_and(|e| e == "cu"))
+            .filter_map(|path| Some(path.file_stem()?.to_str()?.to_string()))
+            .collect();
+        names.sort();
+        let serves = |name: &str| !name.starts_with("sm90_") || arch.base() == 90;
+        let next = AtomicUsize::new(0);
+        let work = || -> Result<(), Error> {
+            while let Some(name) = names.get(next.fetch_add(1, Ordering::Relaxed)) {
+                if serves(name) {
+                    assemble_one(&ptxas, arch, &out.join(name))?;
+                }
+            }
+            Ok(())
+        };
+        let threads = std::thread::available_parallelism()?.get();
+        std::thread::scope(|scope| {
+            let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+            let ends = workers.into_iter().map(|worker| worker.join());
+            ends.map(|end| end.expect("the assembler's thread does not panic"))
+                .collect::<Result<Vec<()>, Error>>()
+        })?;
+        let declarations = names.iter().map(|name| {
+            let value = match serves(name) {
+                true => {
+                    format!("Some(include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{name}.cubin\")))")
+                }
+                false => "None".to_string(),
+            };
+            format!(
+                "pub const {}: Option<&[u8]> = {value};\n",
+                name.to_uppercase()
+            )
+        });
+        Ok(declarations.collect())
+    }
+
+    fn assemble_one(ptxas: &Path, arch: &GpuArch, kernel: &Path) -> Result<(), Error> {
+        let (ptx, cubin) = (kernel.with_extension("ptx"), kernel.with_extension("cubin"));
+        let written = |path: &Path| path.metadata()?.modified();
+        // Of another GPU's build, or of earlier PTX.
+        let stamp = kernel.with_extension("arch");
+        let current = std::fs::read_to_string(&stamp).is_ok_and(|of| of == arch.to_nvcc_arch())
+            && written(&cubin).is_ok_and(|at| written(&ptx).is_ok_and(|of| at >= of));
+        if current {
+            return Ok(());
+        }
+        let output = Command::new(ptxas)
+            .arg(format!("-arch={}", arch.to_nvcc_arch()))
+            .args([&ptx, Path::new("-o"), &cubin])
+            .current_dir(kernel.parent().unwrap_or(Path::new(".")))
+            .output()
+            .map_err(|error| format!("{}: {error}", ptxas.display()))?;
+        if !output.status.success() {
+            return Err(format!(
+                "{}: {}",
+                ptx.display(),
+                String::from_utf8_lossy(&output.stderr)
+            )
+            .into());
+        }
+        std::fs::write(stamp, arch.to_nvcc_arch())?;
         Ok(())
     }
 }

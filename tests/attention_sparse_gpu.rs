@@ -9,7 +9,7 @@ use candle_core::cuda_backend::cudarc::driver::sys::{
 use candle_core::cuda_backend::WrapErr;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_topk::attention::{KeyValues, SparseAttention, Values, Visible, Workspace};
-use candle_topk::cuda::{preload, with_form, Form as Kernels};
+use candle_topk::cuda::{preload_attention, with_form, Form as Kernels};
 use common::attention::{self as cases, Attended, Extras, Form};
 use rand::Rng;
 use std::sync::{Mutex, MutexGuard};
@@ -224,7 +224,7 @@ fn batches() -> Result<()> {
 fn graph_replays() -> Result<()> {
     let (device, _guard) = gpu()?;
     let stream = device.as_cuda_device()?.cuda_stream();
-    preload(&device, DType::BF16)?;
+    preload_attention(&device, DType::BF16)?;
     let mut rng = common::rng(5);
     for (heads, kv_heads, key_dim) in [(128, 1, 576), (8, 2, 128)] {
         let (rows, length, width) = (6, 2048, 1500);

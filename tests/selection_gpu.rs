@@ -424,6 +424,7 @@ fn graph_replays() -> Result<()> {
     let (device, _guard) = gpu()?;
     preload(&device, DType::F32)?;
     for (mapping, n, replays) in [
+        (Mapping::Short, 8191, 300),
         (Mapping::Block, 9000, 1000),
         (Mapping::RowLocal, 9000, 300),
         (Mapping::Split(4), 9000, 1000),
@@ -642,7 +643,10 @@ fn small(mapping: Mapping) -> Result<()> {
                 margin: (order == Order::ByPosition).then_some(1.0),
                 ..forced(mapping)
             };
-            let n = 15_001;
+            let n = match mapping {
+                Mapping::Short => 7001,
+                _ => 15_001,
+            };
             let batch = Batch::new(
                 law,
                 n,
@@ -671,6 +675,7 @@ macro_rules! sanitize {
 }
 
 sanitize! {
+    sanitize_short: Mapping::Short;
     sanitize_block: Mapping::Block;
     sanitize_row_local: Mapping::RowLocal;
     sanitize_split: Mapping::Split(4);

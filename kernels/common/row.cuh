@@ -5,6 +5,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+// `kThreads`, the threads of a block, is the including file's.
+
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
 __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -131,8 +133,8 @@ struct Row {
 
   // The slice's vectors that a warp has to itself.
   __device__ __forceinline__ void part_of_warp(int* from, int* to) const {
-    const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
-    const int length = (end - begin + warps - 1) / warps;
+    constexpr int kWarps = kThreads / 32;
+    const int warp = threadIdx.x / 32, length = (end - begin + kWarps - 1) / kWarps;
     *from = min(begin + warp * length, end), *to = min(*from + length, end);
   }
 
@@ -141,42 +143,53 @@ struct Row {
     constexpr int kAhead = 8;
 #pragma unroll
     for (int d = 0; d < kAhead; d++) {
-      const int j = begin + threadIdx.x + d * blockDim.x;
+      const int j = begin + threadIdx.x + d * kThreads;
       if (j < end) asm volatile("prefetch.global.L2 [%0];" ::"l"(data + max(first(j), 0)));
     }
   }
 
-  // f(vector, position of its first element) for every vector of the slice once. Each thread has
-  // kDepth loads in flight, and sends for the next before it looks at what has come.
+  // f(vectors, index of the first) for tiles of the slice's whole vectors: a tile's are `kThreads`
+  // apart, and -inf beyond the last. Each thread has a tile of loads in flight while it looks at the one
+  // before.
   template <int kDepth, class F>
-  __device__ __forceinline__ void for_each_vector(F f) const {
+  __device__ __forceinline__ void for_each_tile(F f) const {
     const int whole = (shift + size) / kWidth;
     const int from = begin == 0 && shift > 0 ? 1 : begin, to = min(end, whole);
-    const int stride = blockDim.x;
-    const auto load_tile = [&](Vector<T>(&v)[kDepth], int j) {
+    Vector<T> nothing;
 #pragma unroll
-      for (int d = 0; d < kDepth; d++) {
-        if (j + d * stride < to) v[d] = load_inside(j + d * stride);
-      }
-    };
+    for (int w = 0; w < kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
     int j = from + threadIdx.x;
     Vector<T> v[kDepth];
-    load_tile(v, j);
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+      if (j + d * kThreads < to) v[d] = load_inside(j + d * kThreads);
+    }
 #pragma unroll 1
-    for (; j < to; j += kDepth * stride) {
+    while (j < to) {
+      const int ahead = j + kDepth * kThreads;
       Vector<T> next[kDepth];
-      load_tile(next, j + kDepth * stride);
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {
-        if (j + d * stride < to) f(v[d], first(j + d * stride));
+        if (ahead + d * kThreads < to) next[d] = load_inside(ahead + d * kThreads);
       }
+      if (ahead - kThreads >= to) {
+#pragma unroll
+        for (int d = 1; d < kDepth; d++) {
+          if (j + d * kThreads >= to) v[d] = nothing;
+        }
+      }
+      f(v, j);
 #pragma unroll
       for (int d = 0; d < kDepth; d++) v[d] = next[d];
+      j = ahead;
     }
-    // The first and the last, where they stick out.
-    const int at = threadIdx.x == 0 ? begin : end - 1;
-    const bool sticks_out = first(at) < 0 || at == whole;
-    if (threadIdx.x < (end - begin > 1 ? 2 : end - begin) && sticks_out) f(load(at), first(at));
+  }
+
+  // Whether the thread is to look at one of the slice's vectors that stick out: the first and the last
+  // may.
+  __device__ __forceinline__ bool has_edge(int* at) const {
+    *at = threadIdx.x == 0 ? begin : end - 1;
+    return threadIdx.x < (end - begin > 1 ? 2 : end - begin) && (first(*at) < 0 || first(*at) + kWidth > size);
   }
 
   // f(logit, position) for every element of the slice once, and with -inf for the few positions
@@ -188,9 +201,9 @@ struct Row {
     Vector<T> v;
     if (j < end) v = load(j);
 #pragma unroll 1
-    for (; j < end; j += blockDim.x) {
+    for (; j < end; j += kThreads) {
       Vector<T> next;
-      if (j + (int)blockDim.x < end) next = load(j + blockDim.x);
+      if (j + kThreads < end) next = load(j + kThreads);
 #pragma unroll
       for (int w = 0; w < kWidth; w++) f(widen(v.at[w]), first(j) + w);
       v = next;

@@ -9,7 +9,7 @@ template <class T, int C>
 __device__ __forceinline__ void candidates(const Request& request, unsigned* ids, float* log_probs,
                            unsigned* counts, long long capacity) {
   extern __shared__ uint4 dynamic[];
-  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic));
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), [] {});
   const auto& row = kept.row;
   ids += kept.row_index() * capacity, log_probs += kept.row_index() * capacity;
 
@@ -27,11 +27,11 @@ __device__ __forceinline__ void candidates(const Request& request, unsigned* ids
   if (kept.members) {
     const Top& top = kept.shared.top;
     if (Team<C>::rank() == 0 && threadIdx.x < size) {
-      const u64 mine = top.ranked[threadIdx.x];
+      const u64 mine = top.ranked[threadIdx.x].order;
       unsigned place = 0;
 #pragma unroll 4
       // Complements: the greater one is the lower id.
-      for (unsigned other = 0; other < size; other++) place += (unsigned)top.ranked[other] > (unsigned)mine;
+      for (unsigned other = 0; other < size; other++) place += (unsigned)top.ranked[other].order > (unsigned)mine;
       if (place < capacity) {
         ids[place] = ~(unsigned)mine;
         log_probs[place] = kept.softmax.log_weight(value_of(mine >> 32), log);

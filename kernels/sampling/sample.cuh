@@ -50,41 +50,47 @@ struct SampleOutputs {
 
 // All inversions tell the mass of the kept set too, or its logarithm; this one, the token's logit.
 template <class T, int C>
-__device__ __forceinline__ unsigned invert_top(const Kept<T, C>& kept, const DrawSource::Drawn& source, bool wants_log,
-                                               double* log, float* logit) {
+__device__ __forceinline__ unsigned invert_top(const Kept<T, C>& kept, u64 draw, bool wants_log, double* log,
+                                               float* logit) {
   const Top& top = kept.shared.top;
   const unsigned size = kept.members;
   __shared__ Mass point;
   __shared__ double logarithm;
   __shared__ unsigned drawn;
-  // What is one number, one warp finds out.
-  if (threadIdx.x < 32) {
-    const Mass mass = top.above[size - 1] + Mass{top.mass[size - 1], 0};
-    const Mass at = inverted(mass, source.draw());
-    if (threadIdx.x == 0) point = at;
-  } else if (threadIdx.x < 64 && wants_log) {
-    const double log = log_mass(top.above[size - 1] + Mass{top.mass[size - 1], 0});
-    if (threadIdx.x == 32) logarithm = log;
+  // What is one number, the warp finds that has the fewest comparisons to make.
+  const bool last = threadIdx.x / 32 == kWarps - 1;
+  Mass mass;
+  if (last) {
+    mass = kept.mass_of_members();
+    const Mass at = inverted(mass, draw);
+    if (threadIdx.x % 32 == 0) point = at;
   }
-  __syncthreads();
-  // The mass of the members up to each, in the order of ids: a part of the comparisons a thread.
-  const unsigned element = threadIdx.x / kParts, part = threadIdx.x % kParts;
-  if (threadIdx.x / 32 * 32 < size * kParts) {
-    const unsigned mine = element < size ? (unsigned)top.ranked[element] : 0;
-    Mass up_to = {0, 0};
+  // The mass of the members up to each, in the order of ids.
+  const Pairs pairs(size);
+  Mass up_to = {0, 0}, own = {0, 0};
+  if (pairs.works) {
+    const bool exists = pairs.element < size;
+    const Top::Member mine = top.ranked[exists ? pairs.element : 0];
+    Halves sums;
 #pragma unroll 4
-    for (unsigned other = part; other < size; other += kParts) {
+    for (unsigned other = pairs.part; other < size; other += pairs.parts) {
+      const Top::Member its = top.ranked[other];
       // Complements: the greater one is the lower id.
-      up_to = up_to + Mass{(unsigned)top.ranked[other] >= mine ? top.mass[other] : 0, 0};
+      sums.add(its.mass, (unsigned)its.order >= (unsigned)mine.order);
     }
-    up_to = warp_reduce<kParts>(up_to, AddSums());
-    if (part == 0 && element < size && point < up_to && !(point < up_to - Mass{top.mass[element], 0})) {
-      drawn = element;
-    }
+    sums = pairs.combine(sums);
+    if (exists && pairs.part == 0) up_to = sums.sum(), own = {mine.mass, 0};
   }
   __syncthreads();
-  *log = logarithm, *logit = value_of(top.ranked[drawn] >> 32);
-  return ~(unsigned)top.ranked[drawn];
+  if (point < up_to && !(point < up_to - own)) drawn = pairs.element;
+  if (wants_log && last) {
+    const double log = log_mass(mass);
+    if (threadIdx.x % 32 == 0) logarithm = log;
+  }
+  __syncthreads();
+  const u64 order = top.ranked[drawn].order;
+  *log = logarithm, *logit = value_of(order >> 32);
+  return ~(unsigned)order;
 }
 
 template <class T, int C>
@@ -188,9 +194,16 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
   extern __shared__ uint4 dynamic[];
   // Its loads, too, go out at the beginning; of one warp, lest all wait for them at once, and of the
   // member that speaks for a small set.
+  __shared__ u64 draw;
   DrawSource::Drawn drawn = {false, 0, 0};
-  if (threadIdx.x < 32 && Team<C>::rank() == 0) drawn = draws.load(Kept<T, C>::row_index());
-  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic));
+  const bool draws_early = threadIdx.x / 32 == kWarps - 1 && Team<C>::rank() == 0;
+  if (draws_early) drawn = draws.load(Kept<T, C>::row_index());
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), [&] {
+    if (draws_early) {
+      const u64 its = drawn.draw();
+      if (threadIdx.x % 32 == 0) draw = its;
+    }
+  });
   const long long b = kept.row_index();
   const unsigned held = kept.has_nan | kept.has_infinity << 1;
   bool says = Team<C>::rank() == 0;
@@ -202,7 +215,7 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
     if (kept.cut_key == kept.best_key && kept.cut_end == kept.best_position + 1) {
       token = kept.best_position, logit = value_of(kept.best_key);  // a set of one
     } else if (kept.members) {
-      if (says) token = invert_top(kept, drawn, out.log_probs, &log, &logit);
+      if (says) token = invert_top(kept, draw, out.log_probs, &log, &logit);
     } else if (kept.on_chip()) {
       token = invert_on_chip(kept, draws.load(b).draw(), &mass);
     } else {

@@ -106,15 +106,61 @@ constexpr int kSegments = 256;
 
 // The best of a row in order, found first in any order.
 constexpr int kTop = 128, kTopBins = 256;
-// Threads to an element.
-constexpr int kParts = kThreads / kTop;
 struct alignas(16) Top {
-  // An element's key, and its position's complement: the order as an integer.
-  u64 found[kTop], found_mass[kTop];
-  u64 ranked[kTop], mass[kTop];
+  struct alignas(16) Member {
+    // The key, and the position's complement: the order as an integer.
+    u64 order;
+    u64 mass;
+  };
+  Member found[kTop], ranked[kTop];
   Mass above[kTop];  // of everything before it in the order
   unsigned bins[kTopBins];
   unsigned slots;
+
+  // The mass of the first `count` of the order, at least 1.
+  __device__ __forceinline__ Mass first(unsigned count) const {
+    return above[count - 1] + Mass{ranked[count - 1].mass, 0};
+  }
+};
+
+// Sums of few masses, by halves: an addition each, without a carry.
+struct Halves {
+  u64 low = 0, high = 0;
+
+  __device__ __forceinline__ void add(Halves its) { low += its.low, high += its.high; }
+  // `times` is 0 or 1.
+  __device__ __forceinline__ void add(u64 mass, unsigned times) {
+    low += (u64)(unsigned)mass * times, high += (u64)(unsigned)(mass >> 32) * times;
+  }
+  __device__ __forceinline__ Mass sum() const { return Mass{low, 0} + Mass{high << 32, high >> 32}; }
+};
+
+// How threads share the comparisons of each of `count` elements, at most kTop, with all.
+struct Pairs {
+  unsigned parts, element, part;  // threads to an element; whose comparisons, and which
+  bool works;  // the same for all of a warp
+
+  __device__ __forceinline__ explicit Pairs(unsigned count) {
+    static_assert(kThreads >= kTop, "an element a thread at least");
+    // As many as there are for each of the least power of two of elements.
+    const unsigned log_parts = min(5, __ffs(kThreads) - 1 - (count > 1 ? 32 - __clz(count - 1) : 0));
+    parts = 1u << log_parts;
+    element = threadIdx.x >> log_parts, part = threadIdx.x & (parts - 1);
+    works = threadIdx.x / 32 * 32 >> log_parts < count;
+  }
+  // Of an element's threads.
+  __device__ __forceinline__ unsigned combine(unsigned x) const {
+#pragma unroll 1
+    for (unsigned lanes = parts >> 1; lanes > 0; lanes >>= 1) x += __shfl_xor_sync(~0u, x, lanes);
+    return x;
+  }
+  __device__ __forceinline__ Halves combine(Halves x) const {
+#pragma unroll 1
+    for (unsigned lanes = parts >> 1; lanes > 0; lanes >>= 1) {
+      x.add(shuffle_xor(x, lanes));
+    }
+    return x;
+  }
 };
 
 // Dynamic shared memory: `shared_bytes` in src/sampling/cuda.rs. A member of a larger team collects
@@ -306,12 +352,14 @@ struct Kept {
   // The cut: an element is kept where its key is greater, or equal at a position below `end`.
   unsigned cut_key, cut_end;
 
-  // How many are kept, where `shared.top` holds them, in order; else 0.
+  // How many are kept, where `shared.top` holds them, in order; else 0. Whether it has the sums, too.
   unsigned members;
+  bool summed;
   // How often the members have told each other what a pass has found, and sent what they gathered.
   unsigned rounds = 0, sendings = 0;
-  // Where the row is on chip, the greatest of what the thread has looked at.
-  float own_best;
+  // Where the row is on chip, the greatest of what the thread has looked at, and of the row: NaN if it
+  // holds one.
+  float own_best, row_best;
   // Whether a member may be read by another: it may not end then.
   mutable bool reads = false;
 
@@ -319,11 +367,15 @@ struct Kept {
   unsigned low, high;
   int gathered;
 
-  __device__ Kept(const Request& r, Shared<C>& shared)
+  // `meanwhile` is called by every thread before a barrier of the block, at a time when there is nothing
+  // else to do, or little.
+  template <class Meanwhile>
+  __device__ Kept(const Request& r, Shared<C>& shared, Meanwhile meanwhile)
       : row(static_cast<const T*>(r.logits) + row_index() * r.row_stride, r.vocab, Team<C>::rank(), Team<C>::log_size()),
         shared(shared),
         softmax(0.0f, 1.0f) {
-    if (threadIdx.x == 0) route_counters() = RouteCounters{0, 0, 0, 0};
+    // Ordered by the barrier before the threshold is known.
+    if (threadIdx.x == 0) route_counters() = RouteCounters{0, 0, 0, 0}, noted() = 0;
     // Loads that wait for nothing go out together.
     Proposal proposal;
     if constexpr (C == 1) {
@@ -331,20 +383,22 @@ struct Kept {
       limits = Truncation(r, row_index());
       row.prefetch();
       proposal = propose(sampled);
+      meanwhile();
     } else {
+      const bool staged = stage();
       if (threadIdx.x == 0) {
         for (int i = 0; i < 3; i++) mail(i).open();
         nth_greatest() = ~0u;
       }
-      const bool staged = stage();
       Team<C>::arrive();
-      Team<C>::wait();
       limits = Truncation(r, row_index());
       if (staged) {
-        proposal = propose_staged();
+        proposal = propose_staged(meanwhile);
       } else {
         row.prefetch();
+        Team<C>::wait();
         proposal.asks_sample = true;
+        meanwhile();
       }
     }
     find_cut(r.joint, proposal);
@@ -366,6 +420,12 @@ struct Kept {
   static __device__ __forceinline__ unsigned& nth_greatest() {
     __shared__ unsigned key;
     return key;
+  }
+
+  // How many elements the pass has noted.
+  static __device__ __forceinline__ unsigned& noted() {
+    __shared__ unsigned slots;
+    return slots;
   }
 
   // A warp's part of the row.
@@ -436,13 +496,25 @@ struct Kept {
     });
   }
 
+  // By a whole warp.
+  __device__ __forceinline__ Mass mass_of_members() const {
+    const Top& top = shared.top;
+    if (summed) return top.first(members);
+    Halves own;
+#pragma unroll 1
+    for (unsigned i = threadIdx.x % 32; i < members; i += 32) own.add(top.ranked[i].mass, 1);
+#pragma unroll 1
+    for (int lanes = 16; lanes > 0; lanes /= 2) own.add(shuffle_xor(own, lanes));
+    return own.sum();
+  }
+
   // The number and the mass of the kept elements.
   __device__ void count_and_mass(unsigned* count, Mass* mass) const {
     Mass sum = {0, 0};
     unsigned own = 0;
     if (members) {
       *count = members;
-      *mass = shared.top.above[members - 1] + Mass{shared.top.mass[members - 1], 0};
+      *mass = mass_of_members();
     } else if (on_chip()) {
 #pragma unroll 1
       for (int i = threadIdx.x; i < gathered; i += kThreads) {
@@ -527,6 +599,7 @@ struct Kept {
       softmax = Softmax(value_of(best_key), limits.temperature);
       if (gathered && rank_top(joint, part, proposal.reference)) return;
       if constexpr (C == 1) break;
+      if (threadIdx.x == 0) noted() = 0;
       Team<C>::sync();  // The slices are free again.
       reads = true;
       if (!proposal.first_guess) break;
@@ -557,7 +630,8 @@ struct Kept {
   }
 
   // Part 1 where the row is on chip: as the sample's, of parts of the row.
-  __device__ Proposal propose_staged() {
+  template <class Meanwhile>
+  __device__ __forceinline__ Proposal propose_staged(Meanwhile meanwhile) {
     constexpr int kGroups = 128;
     __shared__ alignas(16) unsigned maxima[kGroups];
     const int size = Team<C>::size(), lane = threadIdx.x % 32;
@@ -574,19 +648,26 @@ struct Kept {
     // As many lanes have a part, and a warp so many parts.
     const int lanes = kThreads * size / kGroups, log_groups = 5 + 7 - __ffs(kThreads) + 1 - Team<C>::log_size();
     const int groups = 1 << log_groups;
+    if (groups == 1) {
+      most = __reduce_max_sync(~0u, most);
+    } else {
 #pragma unroll 1
-    for (int d = lanes >> 1; d > 0; d >>= 1) most = max(most, __shfl_xor_sync(~0u, most, d));
-    most = __shfl_sync(~0u, most, (lane & (groups - 1)) * lanes);
+      for (int d = lanes >> 1; d > 0; d >>= 1) most = max(most, __shfl_xor_sync(~0u, most, d));
+      most = __shfl_sync(~0u, most, (lane & (groups - 1)) * lanes);
+    }
+    Team<C>::wait();
     if (threadIdx.x == 0) mail(0).expect(sizeof(maxima));
     if (lane < size * groups) {
       const int group = (Team<C>::rank() * kWarps + threadIdx.x / 32) * groups + (lane & (groups - 1));
       mail(0).send(&maxima[group], most, lane >> log_groups);
     }
+    meanwhile();
     mail(0).wait(0);
     const uint4 four = reinterpret_cast<const uint4*>(maxima)[lane];
     const unsigned best = __reduce_max_sync(~0u, max(max(four.x, four.y), max(four.z, four.w)));
+    row_best = best == ~0u ? CUDART_NAN_F : value_of(best);
     if (best == ~0u) return {0.0f, false, 0.0f, false, false};
-    const float reference = value_of(best);
+    const float reference = row_best;
     const auto above = [&](float threshold, bool guess) {
       return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference, guess, false};
     };
@@ -612,7 +693,8 @@ struct Kept {
 #pragma unroll
     for (int d = kShare / 2; d > 0; d /= 2) before += __shfl_xor_sync(~0u, before, d);
     // The least that fewer than nth are above: equal ones are below each other.
-    if (before < nth) atomicMin(&nth_greatest(), mine);
+    const unsigned least = __reduce_min_sync(~0u, before < nth ? mine : ~0u);
+    if (lane == 0) atomicMin(&nth_greatest(), least);
     __syncthreads();
     return above(value_of(nth_greatest()), true);
   }
@@ -727,23 +809,41 @@ struct Kept {
     float sum;
   };
 
-  // Notes an element that reaches the threshold. Beyond the buffer it is only counted.
-  static __device__ __forceinline__ void note(float x, int position, Elements* slice, unsigned* slots) {
-    const unsigned slot = shared_add(slots, 1);
-    if (slot < kCandidates) slice->keys[slot] = key_of(x), slice->positions[slot] = position;
+  // Notes the elements of a vector that reach the threshold. Beyond the buffer they are only counted.
+  static __device__ __forceinline__ void note(const Vector<T>& v, int first, float threshold, Elements* slice,
+                                              unsigned* slots) {
+    unsigned count = 0;
+#pragma unroll
+    for (int w = 0; w < Row<T>::kWidth; w++) count += widen(v.at[w]) >= threshold;
+    if (count == 0) return;
+    unsigned slot = shared_add(slots, count);
+#pragma unroll
+    for (int w = 0; w < Row<T>::kWidth; w++) {
+      const float x = widen(v.at[w]);
+      if (x >= threshold) {
+        if (slot < kCandidates) slice->keys[slot] = key_of(x), slice->positions[slot] = first + w;
+        slot++;
+      }
+    }
   }
 
-  // A f32 sum of weights.
+  // A f32 sum of the weights below a threshold: 2^(x scale - origin).
   struct Sum {
     float sum = 0.0f, carry = 0.0f;
 
-    __device__ __forceinline__ void add(const Vector<T>& v, float threshold, float reference, float scale) {
+    template <int kDepth>
+    __device__ __forceinline__ void add(const Vector<T>(&v)[kDepth], float threshold, float scale, float origin) {
       float weights[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-      for (int w = 0; w < Row<T>::kWidth; w++) {
-        const float x = widen(v.at[w]);
-        const float weight = exp2_approx((x - reference) * scale);
-        weights[w % 4] += x < threshold ? weight : 0.0f;
+      for (int d = 0; d < kDepth; d++) {
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) {
+          const float x = widen(v[d].at[w]);
+          const float weight = exp2_approx(__fmaf_rn(x, scale, -origin));
+          asm("{\n.reg .pred below;\nsetp.lt.f32 below, %1, %2;\n@below add.f32 %0, %0, %3;\n}"
+              : "+f"(weights[w % 4])
+              : "f"(x), "f"(threshold), "f"(weight));
+        }
       }
       // With the rounding of each sum carried into the next (Kahan).
       const float more = (weights[0] + weights[1]) + (weights[2] + weights[3]) - carry;
@@ -752,53 +852,86 @@ struct Kept {
     }
   };
 
+  // The scale of the pass's weights: by a logit's and the reference's product with it.
+  __device__ __forceinline__ float scale() const { return CUDART_L2E_F / limits.temperature; }
+
   // A thread's part of the pass. By itself, with nothing by reference, so that the loop has all
   // registers and its vectors never go through memory.
   template <bool kSums>
-  static __device__ __noinline__ Part scan_slice(const Row<T> row, float threshold, float reference,
-                                                 float scale, Elements* slice, unsigned* slots) {
-    float best = -CUDART_INF_F;
+  static __device__ __noinline__ Part scan_slice(const Row<T> row, float threshold, float scale, float origin,
+                                                 Elements* slice, unsigned* slots) {
+    Part part = {-CUDART_INF_F, 0.0f};
     Sum sum;
-    row.template for_each_vector<kLight>([&](const Vector<T>& v, int first) {
-      const float most = max_or_nan(v);
-      best = max_or_nan(best, most);
-      if constexpr (kSums) sum.add(v, threshold, reference, scale);
+    row.template for_each_tile<kLight>([&](const Vector<T>(&v)[kLight], int j) {
+      float most = max_or_nan(v[0]);
+#pragma unroll
+      for (int d = 1; d < kLight; d++) most = max_or_nan(most, max_or_nan(v[d]));
+      part.best = max_or_nan(part.best, most);
+      if constexpr (kSums) sum.add(v, threshold, scale, origin);
       // NaN hides what is beside it: then the row is looked at again. A full buffer takes no more.
       if (most >= threshold && *(volatile unsigned*)slots <= kCandidates) {
 #pragma unroll
-        for (int w = 0; w < Row<T>::kWidth; w++) {
-          const float x = widen(v.at[w]);
-          if (x >= threshold) note(x, first + w, slice, slots);
-        }
+        for (int d = 0; d < kLight; d++) note(v[d], row.first(j + d * kThreads), threshold, slice, slots);
       }
     });
-    return {best, sum.sum};
+    part.sum = sum.sum;
+    int at;
+    if (row.has_edge(&at)) part = scan_edge(row, at, part, threshold, scale, origin, slice, slots);
+    return part;
+  }
+
+  static __device__ __noinline__ Part scan_edge(const Row<T> row, int at, Part part, float threshold, float scale,
+                                                float origin, Elements* slice, unsigned* slots) {
+    const Vector<T> v[1] = {row.load(at)};
+    Sum sum;
+    sum.add(v, threshold, scale, origin);
+    note(v[0], row.first(at), threshold, slice, slots);
+    part.best = max_or_nan(part.best, max_or_nan(v[0])), part.sum += sum.sum;
+    return part;
   }
 
   // The same where the slice is on chip. What the few threads have that have seen something great, the
-  // whole warp looks at.
-  __device__ __forceinline__ Part scan_staged(float threshold, float reference, bool sums_weights, unsigned* slots) {
+  // whole warp looks at, four threads' at a time.
+  __device__ __forceinline__ Part scan_staged(float threshold, float origin, bool sums_weights, unsigned* slots) {
     const int lane = threadIdx.x % 32;
     int from, to;
     row.part_of_warp(&from, &to);
     const uint4* const part = row.staged - row.begin;
     Sum sum;
     if (sums_weights) {
-      const float scale = CUDART_L2E_F / limits.temperature;
-#pragma unroll 2
-      for (int j = from + lane; j < to; j += 32) sum.add(TeamRow::as_vector(part[j]), threshold, reference, scale);
+      const float scale = this->scale();
+      constexpr int kDepth = 4;
+      Vector<T> nothing;
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
+#pragma unroll 1
+      for (int j = from + lane; j < to; j += kDepth * 32) {
+        Vector<T> v[kDepth];
+#pragma unroll
+        for (int d = 0; d < kDepth; d++) v[d] = j + d * 32 < to ? TeamRow::as_vector(part[j + d * 32]) : nothing;
+        sum.add(v, threshold, scale, origin);
+      }
     }
+    constexpr int kAtOnce = 4, kLanes = 32 / kAtOnce;
     unsigned hits = __ballot_sync(~0u, own_best >= threshold);
 #pragma unroll 1
-    // A full buffer takes no more.
-    for (; hits && *(volatile unsigned*)slots <= kCandidates; hits &= hits - 1) {
-      constexpr int kWidth = Row<T>::kWidth;
-      const T* const elements = reinterpret_cast<const T*>(part);
-#pragma unroll 1
-      for (int j = from + __ffs(hits) - 1 + lane / kWidth * 32; j < to; j += 32 / kWidth * 32) {
-        const float x = widen(elements[(long long)j * kWidth + lane % kWidth]);
-        if (x >= threshold) note(x, row.first(j) + lane % kWidth, &shared.slice, slots);
+    // A full buffer takes no more: all lanes must have seen it so.
+    while (hits && !__any_sync(~0u, *(volatile unsigned*)slots > kCandidates)) {
+      unsigned from_whose = hits;
+#pragma unroll
+      for (int i = 1; i < kAtOnce; i++) {
+        if (lane >= i * kLanes) from_whose &= from_whose - 1;
+        hits &= hits - 1;
       }
+      hits &= hits - 1;
+      if (from_whose) {
+#pragma unroll 1
+        for (int j = from + __ffs(from_whose) - 1 + lane % kLanes * 32; j < to; j += 32 * kLanes) {
+          const Vector<T> v = TeamRow::as_vector(part[j]);
+          note(v, row.first(j), threshold, &shared.slice, slots);
+        }
+      }
+      __syncwarp();
     }
     return {own_best, sum.sum};
   }
@@ -806,32 +939,33 @@ struct Kept {
   // Part 1, the pass: the maximum, the elements that reach the threshold, and the f32 sum of the
   // others' weights relative to the reference. What is rare (NaN, +inf) is only noticed.
   __device__ Part pass(const Proposal& proposal, bool sums_weights) {
-    __shared__ unsigned slots;
     __shared__ Part parts[kWarps];
-    if (threadIdx.x == 0) slots = 0;
-    __syncthreads();
     count_pass();
 
     const float threshold = proposal.gathers ? proposal.threshold : CUDART_INF_F;
+    const float origin = proposal.reference * scale();
     Part part;
     if (C > 1 && row.staged) {
-      part = scan_staged(threshold, proposal.reference, sums_weights, &slots);
+      part = scan_staged(threshold, origin, sums_weights, &noted());
     } else {
       Row<T> streamed(row.data, row.size, 0, 0);
       streamed.begin = row.begin, streamed.end = row.end;
       part = sums_weights
-          ? scan_slice<true>(streamed, threshold, proposal.reference, CUDART_L2E_F / limits.temperature,
-                             &shared.slice, &slots)
-          : scan_slice<false>(streamed, threshold, 0.0f, 0.0f, &shared.slice, &slots);
+          ? scan_slice<true>(streamed, threshold, scale(), origin, &shared.slice, &noted())
+          : scan_slice<false>(streamed, threshold, 0.0f, 0.0f, &shared.slice, &noted());
     }
     const auto combine = [](Part a, Part b) {
       return Part{max_or_nan(a.best, b.best), a.sum + b.sum};
     };
-    part = warp_reduce(part, combine);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
+    // Of what is on chip the greatest is known.
+    const bool known = C > 1 && row.staged, combines = !known || sums_weights;
+    if (combines) {
+      part = warp_reduce(part, combine);
+      if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
+    }
     __syncthreads();
-    unsigned total = slots;
-    if (C == 1 || threadIdx.x < 32) part = warp_reduce<kWarps>(parts[threadIdx.x % kWarps], combine);
+    unsigned total = noted();
+    if (combines && (C == 1 || threadIdx.x < 32)) part = warp_reduce<kWarps>(parts[threadIdx.x % kWarps], combine);
     if constexpr (C > 1) {
       // Each tells all what it has found, with the first few elements. Where all are few, nothing more
       // is sent.
@@ -852,8 +986,11 @@ struct Kept {
       }
       mail(1).wait(rounds++);
       const uint4 said = lane < size ? heard[lane] : uint4{__float_as_uint(-CUDART_INF_F), 0, 0, 0};
-      part = warp_reduce<C>(Part{__uint_as_float(said.x), __uint_as_float(said.y)}, combine);
-      part.best = __shfl_sync(~0u, part.best, 0), part.sum = __shfl_sync(~0u, part.sum, 0);
+      if (combines) {
+        part = warp_reduce<C>(Part{__uint_as_float(said.x), __uint_as_float(said.y)}, combine);
+        part.best = __shfl_sync(~0u, part.best, 0), part.sum = __shfl_sync(~0u, part.sum, 0);
+      }
+      if (known) part.best = row_best;
       total = __reduce_add_sync(~0u, said.z);
       if (__reduce_max_sync(~0u, said.z) <= kFew) {
         const unsigned place = __reduce_add_sync(~0u, lane < warp ? said.z : 0);
@@ -970,7 +1107,6 @@ struct Kept {
     // The mass of what is gathered and not ranked, where it matters.
     const bool refers = sums(joint) && count < gathered;
     Mass others = {0, 0};
-    __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < gathered; i += kThreads) {
       const unsigned key = shared.gathered.keys[i];
@@ -978,8 +1114,7 @@ struct Kept {
       const u64 mass = mass_of_few(softmax, value_of(key));
       if (key >= edge) {
         const unsigned slot = count == gathered ? i : atomicAdd(&top.slots, 1u);
-        top.found[slot] = (u64)key << 32 | ~shared.gathered.positions[i];
-        top.found_mass[slot] = mass;
+        top.found[slot] = {(u64)key << 32 | ~shared.gathered.positions[i], mass};
       } else {
         others = others + Mass{mass, 0};
       }
@@ -987,31 +1122,46 @@ struct Kept {
     if (refers) others = block_sum<Weight>(others);
     __syncthreads();
     count_step();
-    // A part of the comparisons of an element each.
-    const unsigned element = threadIdx.x / kParts, part = threadIdx.x % kParts;
-    if (threadIdx.x / 32 * 32 < count * kParts) {
-      const u64 mine = element < count ? top.found[element] : ~0ull;
+    summed = !(limited && !(limits.top_p < 1.0f) && !(limits.min_p > 0.0f));
+    const Pairs pairs(count);
+    if (pairs.works) {
+      const bool exists = pairs.element < count, writes = exists && pairs.part == 0;
+      const Top::Member mine = top.found[exists ? pairs.element : 0];
       unsigned rank = 0;
+      if (summed) {
+        Halves above;
 #pragma unroll 4
-      for (unsigned other = part; other < count; other += kParts) rank += top.found[other] > mine;
-      rank = warp_reduce<kParts>(rank, AddSums());
-      if (element < count && part == 0) top.ranked[rank] = mine, top.mass[rank] = top.found_mass[element];
+        for (unsigned other = pairs.part; other < count; other += pairs.parts) {
+          const Top::Member its = top.found[other];
+          const unsigned greater = its.order > mine.order;
+          rank += greater, above.add(its.mass, greater);
+        }
+        rank = pairs.combine(rank), above = pairs.combine(above);
+        if (writes) top.above[rank] = above.sum();
+      } else {
+#pragma unroll 4
+        for (unsigned other = pairs.part; other < count; other += pairs.parts) rank += top.found[other].order > mine.order;
+        rank = pairs.combine(rank);
+      }
+      if (writes) top.ranked[rank] = mine;
     }
     __syncthreads();
-    if (threadIdx.x < 32) {
-      add_up(count);
-      decide(&verdict, joint, count, limited, complete, passed, reference, others, nullptr);
-    }
-    __syncthreads();
-    if (verdict.wants_exact) {
-      const Mass whole = mass_above(kNegInfinityKey);
-      if (threadIdx.x < 32) decide(&verdict, joint, count, limited, complete, passed, reference, others, &whole);
+    if (!summed) {
+      members = min(limits.top_k, count);
+    } else {
+      if (threadIdx.x < 32) decide(&verdict, joint, count, limited, complete, passed, reference, others, nullptr);
       __syncthreads();
+      if (verdict.wants_exact) {
+        const Mass whole = mass_above(kNegInfinityKey);
+        if (threadIdx.x < 32) decide(&verdict, joint, count, limited, complete, passed, reference, others, &whole);
+        __syncthreads();
+      }
+          if (!verdict.closed) return false;
+      members = verdict.kept;
     }
-    if (!verdict.closed) return false;
-    members = verdict.kept;
-    cut_key = top.ranked[members - 1] >> 32, cut_end = ~(unsigned)top.ranked[members - 1] + 1;
-    best_position = ~(unsigned)top.ranked[0];
+    const u64 last = top.ranked[members - 1].order;
+    cut_key = last >> 32, cut_end = ~(unsigned)last + 1;
+    best_position = ~(unsigned)top.ranked[0].order;
     return true;
   }
 
@@ -1021,111 +1171,87 @@ struct Kept {
     bool closed, wants_exact;
   };
 
-  // By one warp: the mass before each of the ranked.
-  __device__ __forceinline__ void add_up(unsigned count) const {
-    Top& top = shared.top;
-    constexpr int kEach = kTop / 32;
-    const unsigned lane = threadIdx.x % 32;
-    Mass before[kEach], sum = {0, 0};
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const unsigned at = lane * kEach + i;
-      before[i] = sum, sum = sum + Mass{at < count ? top.mass[at] : 0, 0};
-    }
-    Mass inclusive = sum;
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      const Mass below = shuffle_up(inclusive, lanes);
-      if (lane >= lanes) inclusive = inclusive + below;
-    }
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const unsigned at = lane * kEach + i;
-      if (at < count) top.above[at] = inclusive - sum + before[i];
-    }
-    __syncwarp();
-  }
-
-  // By one warp.
+  // By one warp. Two sums of all weights that the exact one lies between: the greatest in the first lane,
+  // the least in the others. Few instructions matter more than few at a time: they are fetched once each.
   __device__ __forceinline__ void decide(Verdict* verdict, int joint, unsigned count, bool limited,
                                          bool complete, const Part& passed, float reference,
                                          Mass others, const Mass* exact) const {
     const Top& top = shared.top;
     const unsigned lane = threadIdx.x % 32;
-    // How many of the ranked, from the first on, are as `is` has it.
-    const auto how_many = [&](auto is) {
-      unsigned own = 0;
-#pragma unroll
-      for (int i = 0; i < kTop / 32; i++) {
-        const unsigned at = i * 32 + lane;
-        own += at < count && is(at);
-      }
-      return __reduce_add_sync(~0u, own);
-    };
-    const auto reached = [&](Mass target) {
-      return how_many([&](unsigned at) { return top.above[at] < target; });
-    };
-    const auto up_to = [&](unsigned r) { return top.above[r - 1] + Mass{top.mass[r - 1], 0}; };
     unsigned kept = limited ? min(limits.top_k, count) : count;
     bool closed = limited || complete, wants_exact = false;
     if (limits.top_p < 1.0f && limits.top_k != 1) {
-      Mass least, most;
+      Mass whole;
       bool bounded = true;
-      if (exact) least = most = *exact;
-      else if (limited && !joint) least = most = up_to(kept);
-      else if (complete) least = most = up_to(count);
-      else bounded = bounds(passed, reference, up_to(count) + others, &least, &most);
+      if (exact) whole = *exact;
+      else if ((limited && !joint) || complete) whole = top.first(limited && !joint ? kept : count);
+      else bounded = bound(passed, reference, top.first(count) + others, lane == 0, &whole);
       if (!bounded) {
         wants_exact = true;
       } else {
-        const Mass target = nucleus(limits.top_p, most);
-        const unsigned ends = reached(target);
-        const bool same = !(least < most) || min(kept, reached(nucleus(limits.top_p, least))) == min(kept, ends);
-        if (!closed && up_to(count) < target) {
+        const Mass target = nucleus(limits.top_p, whole), most = shuffle(target, 0), least = shuffle(target, 1);
+        // How many of the ranked reach it.
+        unsigned ends = 0, ends_least = 0;
+#pragma unroll 1
+        for (unsigned at = lane; at < count; at += 32) {
+          const Mass above = top.above[at];
+          ends += above < most, ends_least += above < least;
+        }
+        ends = __reduce_add_sync(~0u, ends), ends_least = __reduce_add_sync(~0u, ends_least);
+        if (!closed && top.first(count) < most) {
           // Beyond the edge, or so close to it that only the exact sum tells.
           kept = 0;
         } else {
-          wants_exact = !same;
+          wants_exact = min(kept, ends_least) != min(kept, ends);
           kept = min(kept, ends), closed = true;
         }
       }
     }
     if (limits.min_p > 0.0f && kept > 1) {
       const double bound = log((double)limits.min_p);
-      const unsigned ends =
-          how_many([&](unsigned at) { return (double)softmax.exponent(value_of(top.ranked[at] >> 32)) >= bound; });
+      unsigned ends = 0;
+#pragma unroll 1
+      for (unsigned at = lane; at < count; at += 32) {
+        ends += (double)softmax.exponent(value_of(top.ranked[at].order >> 32)) >= bound;
+      }
+      ends = __reduce_add_sync(~0u, ends);
       closed |= ends < count;
       kept = min(kept, ends);
     }
     if (lane == 0) *verdict = {kept, closed && kept > 0, wants_exact};
   }
 
-  // Bounds of the exact sum of weights: what is gathered, and the rest from the pass's f32 sum
-  // relative to the reference. False where there are none.
+  // A bound of the exact sum of weights, from above or below: what is gathered, and the rest from the
+  // pass's f32 sum relative to the reference. False where there is none.
+  //
+  // The pass's weights are 2^(x scale - origin) with one rounding of the exponent, whatever the product
+  // that the origin is rounded from: it is the same number here.
   //
   // In units of the last place (2^-24), relative: an exponent of the f32 sum is off by at most 4 times
   // itself, one of the exact weights by 2. None in the rest is above 0, so the weights times their
   // exponents come to at most the sum times log2(size / sum): the entropy of `size` equal ones. A
-  // weight is off by 4 in the one sum and in the other, and a carried sum, with the tree that joins
-  // the threads', by 20; how far the reference is below the maximum adds 6 times that, and 8; the rest
-  // is slack. Besides, each exact weight is rounded down to a unit.
-  __device__ __forceinline__ bool bounds(const Part& passed, float reference, Mass inside, Mass* least,
-                                         Mass* most) const {
+  // weight is off by 4 in the one sum and in the other, and a carried sum, with those that it is of and the
+  // tree that joins the threads', by 30; how far the origin is below the maximum adds 6 times that, and 8;
+  // the rest is slack. Besides, each exact weight is rounded down to a unit.
+  __device__ __forceinline__ bool bound(const Part& passed, float reference, Mass inside, bool above,
+                                        Mass* bound) const {
     const float max = value_of(best_key), sum = passed.sum;
-    const float beyond = (max - reference) / limits.temperature;  // at least 0
+    const float origin = reference * scale(), octaves = __fmaf_rn(max, scale(), -origin);
+    const float beyond = fmaxf(octaves * 0.6931472f, 0.0f);
     // At lower temperatures the pass's scale overflows: its weights are 0 where the exact ones are not.
     if (!(limits.temperature >= 1e-38f)) return false;
-    if (!(beyond < 60.0f) || !(sum >= 0.0f && sum < 1e30f) || !(max < 1e30f) || !(reference > -1e30f)) {
+    if (!(octaves > -1.0f) || !(octaves < 87.0f) || !(sum >= 0.0f && sum < 1e30f) || !(fabsf(origin) < 1e30f) ||
+        !(fabsf(max) < 1e30f)) {
       return false;
     }
     constexpr float kUnit = 1.0f / (1 << 24), kLn2 = 0.6931472f;
     // The quotient of the two overflows where the sum is a few of the least weights there are.
     const float tilt = sum > 0.0f ? (__log2f((float)row.size) - __log2f(sum) + 1.0f) * kLn2 : 0.0f;
-    const float error = kUnit * (6.0f * tilt + 8.0f * beyond + 60.0f);
-    const double weights = (double)sum * exp2_approx(-beyond * CUDART_L2E_F), either = weights * error;
-    const Mass rounded = {(u64)row.size, 0}, low = to_mass(fmax(weights - either, 0.0));
-    *least = inside + (rounded < low ? low - rounded : Mass{0, 0});
-    *most = inside + to_mass(weights + either);
+    const float error = kUnit * (6.0f * tilt + 8.0f * beyond + 70.0f);
+    const double weights = (double)sum * exp2_approx(-octaves), either = weights * error;
+    const Mass rest = to_mass(fmax(above ? weights + either : weights - either, 0.0));
+    const Mass rounded = {above ? 0 : (u64)row.size, 0};
+    *bound = inside + (rounded < rest ? rest - rounded : Mass{0, 0});
     return true;
   }
 

@@ -1,4 +1,6 @@
-// A thread-block cluster a row: its members send what they collect to the first one's shared memory.
+// A thread-block cluster a row. Members send what they collect to a part of the first one's shared memory that
+// is theirs, as it is found, and have its word that it was enough. Only where it was not, or more than fits,
+// does all begin anew, with barriers of the cluster: each waits for everything that is on its way to memory.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -6,7 +8,7 @@
 #include "../common/cluster.cuh"
 #include "select.cuh"
 
-// A cluster's view of one row's selection. Every member makes the same decisions from the same sums.
+// A cluster's view of one row's selection, where barriers part its steps. Every member makes the same decisions from the same sums.
 template <class T>
 struct Team {
   const Selector<T>& selector;
@@ -72,10 +74,11 @@ struct Team {
     };
     unsigned low = proposal.primary;
     int route = kPrimary;
-    if (selector.request.band && proposal.secondary < low) {
+    const unsigned secondary = selector.secondary_of(proposal);
+    if (selector.request.band && secondary < low) {
       route = kBand;
-      more(proposal.secondary, low);
-      low = proposal.secondary;
+      more(secondary, low);
+      low = secondary;
     }
     if (*total >= selector.k()) return route;
     selector.count_leading(slice, low);
@@ -120,44 +123,125 @@ struct Team {
   }
 };
 
+// The selection of a row whose members' lists did not serve, from its proposal on.
 template <class T>
-__device__ void select_cluster(const Request& request) {
-  const auto cluster = cooperative_groups::this_cluster();
-  const unsigned rank = cluster.block_rank(), blocks = cluster.num_blocks();
-  const long long row = blockIdx.x >> log_of(blocks);
-  prefetch<T>(request, row, rank, blocks);
-  const int start = request.start.of(row, request.width, 0);
-  const int end = request.end.of(row, request.width, request.width);
-  begin();
-  // Before its first word to another a member knows that all have begun.
-  cluster.barrier_arrive();
-  const Selector<T> selector(request, row, start, end, 2);
-  const int length = selector.scores.length;
-  if (is_trivial(request, length)) {
-    if (rank == 0) selector.put_all();
-    return;
-  }
-  typename Selector<T>::Proposal proposal = {0, 0, {0, 0}};
-  const Slice slice(selector.scores, rank, blocks);
-  int route = kDirect;
-  if (length <= request.capacity) {
-    selector.collect(slice, 0, kAllKeys);
-  } else {
-    Vector<T> held[kDepth];
-    selector.load(held, slice, slice.begin + threadIdx.x);
-    proposal = selector.propose(selector.sample_size(), [&](auto f) { selector.for_each_sampled(f); });
-    selector.template collect_primary<true>(slice, proposal, held);
-    if (proposal.primary > kNegInfinityKey && request.stride > 1) route = kPrimary;
-  }
-  cluster.barrier_wait();
+__device__ __noinline__ void select_by_barriers(Selector<T> selector, unsigned rank, unsigned blocks,
+                                                typename Selector<T>::Proposal proposal) {
+  Team<T>::sync();
+  if (threadIdx.x == 0) state().count = 0, state().counters = RouteCounters{0, 0, 0, 0};
+  clear(buckets());
+  __syncthreads();
+  const Request& request = selector.request;
+  const Slice slice(rank, blocks, selector.scores.vectors);
+  Vector<T> held[kDepth];
+  selector.template collect_primary<false>(slice, proposal, held);
+  int route = proposal.primary > kNegInfinityKey && request.stride > 1 ? kPrimary : kDirect;
 
   Team<T> team(selector, rank, blocks);
   unsigned total = team.send(false);
-  if (total < request.k && length > request.capacity) route = team.recover(slice, proposal, &total);
+  if (total < request.k) route = team.recover(slice, proposal, &total);
   if (total > request.capacity) total = team.merge();
   // The leader's memory is read no more; the others' neither.
   cluster_arrive_relaxed();
-  if (rank == 0) selector.finish(team.received, total, route, proposal.leading, false);
+  if (rank == 0) selector.finish(team.received, total, route, proposal.leading);
+  __syncwarp();
+  cooperative_groups::this_cluster().barrier_wait();
+}
+
+template <class T>
+__device__ void select_cluster(const Request& request) {
+  __shared__ Mail collected, told;  // the leader's, and the others'
+  __shared__ unsigned counts[16], enough;
+  const auto cluster = cooperative_groups::this_cluster();
+  const unsigned rank = cluster.block_rank(), blocks = cluster.num_blocks();
+  const long long row = blockIdx.x >> log_of(blocks);
+  Opening<T, true> opening(request, row, rank);
+  const int start = request.start.of(row, request.width, 0);
+  const int end = request.end.of(row, request.width, request.width);
+  if (threadIdx.x == 0) {
+    collected.open(blocks), told.open();
+    told.expect(sizeof(enough));
+  }
+  begin();
+  // Before its first word to another a member knows that all have begun.
+  cluster_arrive_relaxed();
+  const Selector<T> selector(request, row, start, end, 2);
+  if (is_trivial(request, selector.scores.length)) {
+    if (rank == 0) selector.put_all();
+    return;
+  }
+  if (selector.fits()) {
+    if (rank == 0) selector.apart().select_fitting();
+    return;
+  }
+
+  if (!opening.early) opening.load(selector, rank);
+  const typename Selector<T>::Proposal proposal = selector.propose(opening.sampled);
   __syncwarp();
   cluster.barrier_wait();
+  if (proposal.primary <= kNegInfinityKey) return select_by_barriers(selector, rank, blocks, proposal);
+  const Slice slice(rank, blocks, selector.scores.vectors);
+  selector.template stream<true>(slice, value_of(proposal.primary), opening.held);
+
+  // What each may send. It goes as soon as it is known, and so does how much that is.
+  const unsigned room = request.capacity >> log_of(blocks);
+  const List inbox = {request.capacity};
+  const unsigned count = state().count, sent = min(count, room);
+#pragma unroll 1
+  for (unsigned i = threadIdx.x; i < sent; i += kThreads) collected.send(inbox.at() + rank * room + i, own_list()[i], 0);
+  if (threadIdx.x == 0) {
+    collected.send(&counts[rank], count, 0);
+    collected.expect_at(0, sent * sizeof(u64) + sizeof(unsigned));
+  }
+  if (rank > 0) {
+    told.wait(0);
+    if (!*(volatile unsigned*)&enough) select_by_barriers(selector, rank, blocks, proposal);
+    return;
+  }
+
+  collected.wait(0);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const unsigned of_lane = lane < blocks ? *(volatile unsigned*)&counts[lane] : 0;
+  const unsigned total = __reduce_add_sync(~0u, of_lane);
+  const bool serves = total >= request.k && !__any_sync(~0u, of_lane > room);
+  if (threadIdx.x > 0 && threadIdx.x < blocks) told.send(&enough, serves, threadIdx.x);
+  if (!serves) return select_by_barriers(selector, rank, blocks, proposal);
+  if (threadIdx.x == 0) {
+    const unsigned sampled = request.stride > 1 ? selector.sample_size() : selector.scores.length;
+    state().counters.read = (u64)sampled * blocks + selector.scores.length;
+    state().counters.admitted = total;
+  }
+  // A few warps for each member's part.
+  const int warps = kWarps >> log_of(blocks), member = warp / warps;
+  const int first = warp % warps * 32 + lane, n = __shfl_sync(~0u, of_lane, member);
+  const List part = {inbox.first + (int)(member * room)};
+  bool put = false;
+  if (request.order == kUnordered && request.stride > 1 && total > request.k) {
+    selector.put_route(kPrimary);
+    const auto put_from = [&](auto& mine) {
+#pragma unroll
+      for (int e = 0; e < sizeof(mine) / sizeof(u64); e++) {
+        const int i = first + e * 32 * warps;
+        mine[e] = i < n ? part[i] : 0;
+      }
+      return selector.put_leading(mine, proposal.leading);
+    };
+    // No more of any member: alike in all threads.
+    if (__any_sync(~0u, of_lane > kEach * 32 * warps)) {
+      u64 mine[2 * kEach];
+      put = put_from(mine);
+    } else {
+      u64 mine[kEach];
+      put = put_from(mine);
+    }
+    if (put) return selector.put_rest(request.k);
+  }
+  // One list of all.
+  const unsigned from = __reduce_add_sync(~0u, lane < member ? of_lane : 0);
+#pragma unroll 2
+  for (int i = first; i < n; i += 32 * warps) own_list()[from + i] = part[i];
+  __syncthreads();
+  selector.put_route(request.stride > 1 ? kPrimary : kDirect);
+  selector.apart().finish_any(own_list(), total, request.k);
+  selector.put_rest(request.k);
 }

@@ -40,8 +40,10 @@
 #include <math_constants.h>
 #include <string.h>
 
+#include "../common/block.cuh"
 #include "../common/order.cuh"
 #include "../common/row.cuh"
+#include "../common/warp.cuh"
 
 typedef unsigned long long u64;
 
@@ -53,14 +55,16 @@ constexpr int kSlack = 4096;
 constexpr int kRanked = 256;
 // Buckets up to here are ordered by comparing all pairs.
 constexpr int kCrowd = 128;
+// Candidates that a thread has in registers at the end, or twice as many.
+constexpr int kEach = 8;
 // Vectors that each thread has in flight, and as many again in a long pass.
 constexpr int kDepth = 4;
+// Vectors of the sample that each thread has in flight; a hash has a byte for each.
+constexpr int kSampled = 2;
 // Words before a block's candidates in the workspace.
 constexpr int kHeader = 16;
 
 constexpr unsigned kAllKeys = ~0u;
-
-constexpr int kWarps = kThreads / 32;
 
 enum Order { kUnordered = 0, kByPosition = 1, kByValue = 2 };
 enum Route { kDirect = 1, kPrimary = 2, kBand = 3, kRecovered = 4 };
@@ -74,12 +78,10 @@ struct Bound {
 
   // Inside [0, width]; `missing` where there is none.
   __device__ __forceinline__ int of(long long row, int width, int missing) const {
-    long long v = missing;
-    if (kind == kI32) v = static_cast<const int*>(at)[row * stride];
-    if (kind == kI64) v = static_cast<const long long*>(at)[row * stride];
-    // From 2^31 up: a negative number that was stored as unsigned.
-    if (kind == kU32) v = static_cast<const int*>(at)[row * stride];
-    return (int)min(max(v, 0ll), (long long)width);
+    if (kind == kNone) return missing;
+    if (kind == kI64) return (int)min(max(static_cast<const long long*>(at)[row * stride], 0ll), (long long)width);
+    // U32 from 2^31 up: a negative number that was stored as unsigned.
+    return min(max(static_cast<const int*>(at)[row * stride], 0), width);
   }
 };
 
@@ -130,12 +132,23 @@ __device__ __forceinline__ State& state() {
   return of_block;
 }
 
-// Dynamic shared memory: `shared_bytes` in src/selection/plan.rs. Two histograms, candidates from
-// kLists on, and behind them the order of the selected.
+// Dynamic shared memory: `shared_bytes` in src/selection/plan.rs. Two histograms, or the warps' queues; the
+// numbers of what is in these; candidates from kLists on, and behind them the order of the selected.
 extern __shared__ uint4 dynamic[];
-constexpr int kLists = 2 * kBins * sizeof(unsigned);
+constexpr int kQueue = 64;  // vectors of a warp
+constexpr int kNumbers = 2 * kBins * sizeof(unsigned);
+static_assert(kWarps * kQueue * sizeof(uint4) == kNumbers, "queues in the place of histograms");
+constexpr int kLists = kNumbers + kWarps * kQueue * sizeof(int);
 __device__ __forceinline__ unsigned* histogram() { return reinterpret_cast<unsigned*>(dynamic); }
 __device__ __forceinline__ unsigned* buckets() { return histogram() + kBins; }
+
+// Adds to a bin. A constant 1 would make this an instruction that first looks for lanes of one bin, of which
+// here are few, and takes thrice the time.
+__device__ __forceinline__ void count_in(unsigned* histogram, unsigned bin) {
+  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"((unsigned)__cvta_generic_to_shared(histogram + bin)),
+               "r"(min(gridDim.x, 1u))
+               : "memory");
+}
 
 // Candidates from the one with this number on.
 struct List {
@@ -147,12 +160,13 @@ struct List {
 };
 __device__ __forceinline__ List own_list() { return List{0}; }
 
-// Vectors j, j + kThreads and so on of n > 0; the last, where there are fewer.
+// Vectors j, j + step and so on of n > 0; the last, where there are fewer.
 template <class T>
-__device__ __forceinline__ void load_vectors(const uint4* data, int n, int j, Vector<T> (&v)[kDepth]) {
+__device__ __forceinline__ void load_vectors(const uint4* data, int n, int j, int step, Vector<T> (&v)[kDepth]) {
 #pragma unroll
   for (int d = 0; d < kDepth; d++) {
-    const uint4 raw = __ldcg(data + min(j + d * kThreads, n - 1));
+    // Not by way of L1, which has no use for it.
+    const uint4 raw = __ldcg(data + min(j + d * step, n - 1));
     memcpy(&v[d], &raw, sizeof(raw));
   }
 }
@@ -171,16 +185,12 @@ struct Scores {
   }
   __device__ __forceinline__ int tail() const { return length - head - vectors * kWidth; }
   __device__ __forceinline__ Vector<T> load(int j) const {
-    // Not by way of L1, which has no use for it.
-    const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(data + head) + j);
+    const uint4 raw = __ldcg(whole() + j);
     Vector<T> v;
     memcpy(&v, &raw, sizeof(v));
     return v;
   }
-  // The vectors j, j + kThreads and so on of the first n > 0.
-  __device__ __forceinline__ void load_from(int j, int n, Vector<T> (&v)[kDepth]) const {
-    load_vectors(reinterpret_cast<const uint4*>(data + head), n, j, v);
-  }
+  __device__ __forceinline__ const uint4* whole() const { return reinterpret_cast<const uint4*>(data + head); }
   // Column of the first element of vector j.
   __device__ __forceinline__ int column(int j) const { return start + head + j * kWidth; }
 };
@@ -188,20 +198,31 @@ struct Scores {
 // Of a power of two.
 __device__ __forceinline__ int log_of(int x) { return 31 - __clz(x); }
 
-// A block's part of a row: the vectors from `begin` to `end`, and the ends where it has them.
+// A block's part of a row's vectors: of every `blocks` times 32 of them 32 to each of its warps, so that
+// blocks have alike of whatever the row holds, and what lies close by in memory is read at once. `first` is
+// this thread's first one, each `step` after the one before.
 struct Slice {
-  int begin, end;
-  bool first, last;
+  int first, step, end;
+  int rank, blocks;
 
-  template <class T>
-  __device__ Slice(const Scores<T>& scores, int rank, int blocks) {
-    const int each = (scores.vectors + blocks - 1) >> log_of(blocks);
-    begin = min(rank * each, scores.vectors), end = min(begin + each, scores.vectors);
-    first = rank == 0, last = rank == blocks - 1;
-  }
+  __device__ __forceinline__ Slice(int rank, int blocks, int vectors)
+      : first(((int)threadIdx.x / 32 * blocks + rank) * 32 + (int)threadIdx.x % 32),
+        step(kThreads * blocks),
+        end(vectors),
+        rank(rank),
+        blocks(blocks) {}
+  // The few scores before the first vector and after the last.
+  __device__ __forceinline__ bool has_ends() const { return rank == 0; }
+  // How many scores it has, about; exact for all together.
   template <class T>
   __device__ __forceinline__ unsigned scores(const Scores<T>& s) const {
-    return (end - begin) * Scores<T>::kWidth + (first ? s.head : 0) + (last ? s.tail() : 0);
+    return ((end + rank) >> log_of(blocks)) * Scores<T>::kWidth + (has_ends() ? s.head + s.tail() : 0);
+  }
+  // f(number of this thread's next vector) for every tile of the block, alike in all threads.
+  template <class F>
+  __device__ __forceinline__ void for_each_tile(F f) const {
+#pragma unroll 1
+    for (int base = 0; base < end; base += kDepth * step) f(base + first);
   }
 };
 
@@ -218,76 +239,71 @@ __device__ __forceinline__ unsigned key_of_number(float x) {
 // The bits by which a range of this width splits into bins.
 __device__ __forceinline__ int bin_shift(u64 width) { return max(0, 53 - __clzll(width)); }
 
-// Coarse keys: FP16's sign, exponent and five bits of its fraction. Ascending; NaN is in bin 0.
-__device__ __forceinline__ unsigned coarse_bin(float x) {
-  const unsigned bits = __half_as_ushort(__float2half_rn(x));
-  const unsigned key = bits ^ (bits >> 15 ? 0xffffu : 0x8000u);
-  return x != x ? 0 : key >> 5;
+// Coarse keys are the upper 11 bits of FP16 keys: sign, exponent and five bits of the fraction.
+
+// The FP16 keys of two scores, one in each half: ascending. NaN has that of -inf, in bin 31, and -0 that of +0, so
+// of two scores the greater has no lower one.
+__device__ __forceinline__ unsigned coarse_keys(__half2 pair) {
+  pair = __hadd2(__hmax2(pair, __half2half2(__ushort_as_half(0xfc00))), __half2half2(__ushort_as_half(0)));
+  unsigned bits;
+  memcpy(&bits, &pair, sizeof(bits));
+  const unsigned negative = bits >> 15 & 0x00010001u;
+  return bits ^ negative * 0x7fff ^ 0x80008000u;
+}
+__device__ __forceinline__ __half2 half_pair(float a, float b) { return __floats2half2_rn(a, b); }
+__device__ __forceinline__ __half2 half_pair(__half a, __half b) { return __halves2half2(a, b); }
+__device__ __forceinline__ __half2 half_pair(__nv_bfloat16 a, __nv_bfloat16 b) {
+  return __floats2half2_rn(__bfloat162float(a), __bfloat162float(b));
 }
 // The value with this FP16 key, of which a coarse bin has 32.
 __device__ __forceinline__ float coarse_value(unsigned key) {
   return __half2float(__ushort_as_half((unsigned short)(key ^ (key >> 15 ? 0x8000u : 0xffffu))));
 }
 
-// The sums over this thread's bins, from the top, for the first kScanning threads: four warps, since what
-// every warp does costs the time of all.
-constexpr int kScanning = 128;
+// This thread's bins, from the top: four of them.
 struct FromTop {
-  static constexpr int kOwn = kBins / kScanning;
-  unsigned own[kOwn], inclusive, sum;
+  static constexpr int kOwn = kBins / kThreads;
+  static_assert(kOwn == 4, "a vector a thread");
+  unsigned own[kOwn], sum;
   int top;
 
-  // All threads call, and a barrier follows.
   __device__ __forceinline__ explicit FromTop(const unsigned* histogram) {
-    if (threadIdx.x >= kScanning) return;
     top = kBins - 1 - (int)threadIdx.x * kOwn;
-    sum = 0;
-#pragma unroll
-    for (int i = 0; i < kOwn; i += 4) {
-      const uint4 four = *reinterpret_cast<const uint4*>(histogram + top - i - 3);
-      own[i] = four.w, own[i + 1] = four.z, own[i + 2] = four.y, own[i + 3] = four.x;
-      sum += four.x + four.y + four.z + four.w;
-    }
-    inclusive = sum;
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      const unsigned below = __shfl_up_sync(~0u, inclusive, lanes);
-      if (lane >= lanes) inclusive += below;
-    }
-    if (lane == 31) state().parts[threadIdx.x / 32] = inclusive;
+    const uint4 four = *reinterpret_cast<const uint4*>(histogram + top - 3);
+    own[0] = four.w, own[1] = four.z, own[2] = four.y, own[3] = four.x;
+    sum = four.x + four.y + four.z + four.w;
   }
-
-  // The counts above this thread's bins.
-  __device__ __forceinline__ unsigned before() const {
-    unsigned all = inclusive - sum;
-#pragma unroll
-    for (int warp = 0; warp < kScanning / 32 - 1; warp++) {
-      if (warp < threadIdx.x / 32) all += state().parts[warp];
-    }
-    return all;
+  // All threads call, and a barrier follows.
+  __device__ __forceinline__ unsigned tell_others() const {
+    const unsigned of_warp = __reduce_add_sync(~0u, sum);
+    if (threadIdx.x % 32 == 0) state().parts[threadIdx.x / 32] = of_warp;
+    return of_warp;
+  }
+  // The counts above this warp's bins.
+  static __device__ __forceinline__ unsigned before_warp() {
+    return __reduce_add_sync(~0u, threadIdx.x % 32 < threadIdx.x / 32 ? state().parts[threadIdx.x % 32] : 0);
   }
 };
 
-// The bin of a histogram, 0 or 1, in which the counts from the top reach `need`, and, for `deeper`, another.
+// The bin of a histogram, 0 or 1, in which the counts from the top reach `need`, and, unless it is 0, `deeper`.
 // A bin of ~0 where they don't. With a barrier at the end.
 __device__ __noinline__ void find_bins(int which, unsigned need, unsigned deeper) {
-  if (threadIdx.x >= kScanning && threadIdx.x < kScanning + 2) {
-    state().found[threadIdx.x - kScanning] = Found{~0u, 0, 0};
-  }
+  if (threadIdx.x < 2) state().found[threadIdx.x] = Found{~0u, 0, 0};
   const FromTop mine(histogram() + which * kBins);
+  const unsigned of_warp = mine.tell_others();
   __syncthreads();
-  if (threadIdx.x < kScanning) {
-    const unsigned before = mine.before();
+  const unsigned before = FromTop::before_warp();
 #pragma unroll 1
-    for (int n = 0; n < 2; n++) {
-      const unsigned reach = n ? deeper : need;
-      if (before < reach && reach <= before + mine.sum) {
-        unsigned above = before;
+  for (int n = 0; n < 2; n++) {
+    const unsigned reach = (n ? deeper : need) - before;
+    // One warp has it, and only that one looks closer: what every warp does costs the time of all.
+    if (reach - 1 < of_warp) {
+      unsigned above = inclusive_sum(mine.sum) - mine.sum;
+      if (reach - above - 1 < mine.sum) {
 #pragma unroll
         for (int i = 0; i < FromTop::kOwn; i++) {
-          if (above < reach && reach <= above + mine.own[i]) {
-            state().found[n] = Found{(unsigned)(mine.top - i), above, mine.own[i]};
+          if (reach - above - 1 < mine.own[i]) {
+            state().found[n] = Found{(unsigned)(mine.top - i), before + above, mine.own[i]};
           }
           above += mine.own[i];
         }
@@ -343,7 +359,7 @@ __device__ __noinline__ u64 refine(List list, int n, unsigned need) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < n; i += kThreads) {
       const u64 above = list[i] - low;
-      if (above <= width) atomicAdd(&histogram()[above >> shift], 1);
+      if (above <= width) count_in(histogram(), above >> shift);
     }
     __syncthreads();
     find_bins(0, need, 0);
@@ -398,20 +414,6 @@ __device__ __noinline__ u64 compact(List list, int n, unsigned k) {
   return threshold;
 }
 
-// The greatest of a vector; NaN where all are.
-__device__ __forceinline__ float greatest(const Vector<float>& v) {
-  return fmaxf(fmaxf(v.at[0], v.at[1]), fmaxf(v.at[2], v.at[3]));
-}
-template <class Pair, class T>
-__device__ __forceinline__ float greatest_of_pairs(const Vector<T>& v) {
-  Pair pairs[4];
-  memcpy(pairs, &v, sizeof(v));
-  const Pair most = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
-  return fmaxf(widen(most.x), widen(most.y));
-}
-__device__ __forceinline__ float greatest(const Vector<__half>& v) { return greatest_of_pairs<__half2>(v); }
-__device__ __forceinline__ float greatest(const Vector<__nv_bfloat16>& v) { return greatest_of_pairs<__nv_bfloat162>(v); }
-
 // Element i of words that lie in registers, where there is no index: by halving.
 template <int kWords>
 __device__ __forceinline__ unsigned pick_word(const unsigned (&words)[kWords], int i) {
@@ -424,71 +426,149 @@ __device__ __forceinline__ unsigned pick_word(const unsigned (&words)[kWords], i
     return pick_word<kWords / 2>(half, i);
   }
 }
-template <class T>
-__device__ __forceinline__ float pick(const Vector<T> (&v)[kDepth], int i) {
+// Score i of one vector, or of kCount.
+template <class T, int kCount>
+__device__ __forceinline__ float pick(const Vector<T> (&v)[kCount], int i) {
   constexpr int kPerWord = 4 / sizeof(T);
-  unsigned words[4 * kDepth];
+  unsigned words[4 * kCount];
 #pragma unroll
-  for (int d = 0; d < kDepth; d++) memcpy(words + 4 * d, &v[d], 16);
-  const unsigned word = pick_word<4 * kDepth>(words, i / kPerWord);
+  for (int d = 0; d < kCount; d++) memcpy(words + 4 * d, &v[d], 16);
+  const unsigned word = pick_word<4 * kCount>(words, i / kPerWord);
   if constexpr (kPerWord == 1) return __uint_as_float(word);
   else return widen(from_bits<T>(i & 1 ? word >> 16 : word & 0xffff));
 }
+__device__ __forceinline__ u64 pick_rank(const u64* ranks, int i, int n) {
+  u64 rank = ranks[0];
+#pragma unroll
+  for (int e = 1; e < n; e++) rank = i == e ? ranks[e] : rank;
+  return rank;
+}
 
-// Appends what reaches the cutoff of n > 0 vectors, the first of which lies in this column, until the list is
-// over-full. How many were looked at.
-template <class T, bool kHeld>
-__device__ __forceinline__ int stream_vectors(const uint4* data, int n, int column, float cut, Leading leading,
-                                              unsigned capacity, Vector<T> (&held)[kDepth]) {
+// Whether the greatest of a vector, NaN aside, reaches the cutoff.
+__device__ __forceinline__ bool reaches(const Vector<float>& v, float cut) {
+  return fmaxf(fmaxf(v.at[0], v.at[1]), fmaxf(v.at[2], v.at[3])) >= cut;
+}
+template <class Pair, class T>
+__device__ __forceinline__ bool any_of_pairs(const Vector<T>& v, float cut) {
+  Pair pairs[4];
+  memcpy(pairs, &v, sizeof(v));
+  const Pair most = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+  return widen(most.x) >= cut || widen(most.y) >= cut;
+}
+__device__ __forceinline__ bool reaches(const Vector<__half>& v, float cut) { return any_of_pairs<__half2>(v, cut); }
+__device__ __forceinline__ bool reaches(const Vector<__nv_bfloat16>& v, float cut) {
+  return any_of_pairs<__nv_bfloat162>(v, cut);
+}
+
+// A warp's queue.
+__device__ __forceinline__ uint4* queued_vectors() { return dynamic + threadIdx.x / 32 * kQueue; }
+__device__ __forceinline__ int* queued_numbers() {
+  return reinterpret_cast<int*>(reinterpret_cast<char*>(dynamic) + kNumbers) + threadIdx.x / 32 * kQueue;
+}
+
+// Appends what reaches the cutoff of up to 32 queued vectors, one a lane. Whether there was room. Not inlined:
+// with registers of its own, and once in the code.
+template <class T>
+__device__ __noinline__ bool append_queued(int from, int n, float cut, int column, unsigned capacity) {
   constexpr int kWidth = Vector<T>::kWidth;
-  int j = threadIdx.x;
-  if constexpr (!kHeld) load_vectors(data, n, j, held);
+  const int lane = threadIdx.x % 32;
+  __syncwarp();
+  Vector<T> v[1];
+  unsigned hits = 0;
+  if (lane < n) {
+    memcpy(&v[0], queued_vectors() + from + lane, sizeof(uint4));
+    column += queued_numbers()[from + lane] * kWidth;
+#pragma unroll
+    for (int w = 0; w < kWidth; w++) hits |= (unsigned)(widen(v[0].at[w]) >= cut) << w;
+  }
+  const unsigned mine = __popc(hits), inclusive = inclusive_sum(mine);
+  unsigned end = 0;
+  if (lane == 31) end = shared_add(&state().count, inclusive);
+  end = __shfl_sync(~0u, end, 31) + inclusive;
+  if (__any_sync(~0u, end > capacity)) return false;
+  int at = end - mine;
 #pragma unroll 1
-  while (true) {
-    const int base = j - (int)threadIdx.x + kDepth * kThreads;
-    // Beyond the end it is the last vector, over and over: cheaper than to ask.
-    Vector<T> next[kDepth];
-    load_vectors(data, n, j + kDepth * kThreads, next);
-    unsigned hits = 0;
+  while (hits) {
+    const int i = __ffs(hits) - 1;
+    hits &= hits - 1;
+    own_list()[at++] = rank_of(key_of_number(pick(v, i)), column + i);
+  }
+  return true;
+}
+
+// Appends what reaches the cutoff of those of n > 0 vectors that a warp has: its first, each `step` after the
+// one before, from the one with number `turn` on, around the row's end. Few vectors have any, so a warp queues
+// these, and looks at as many as it has lanes at a time. Ends early once the list is over-full.
+template <class T>
+struct Stream {
+  static constexpr int kWidth = Vector<T>::kWidth;
+  const uint4* data;
+  int n, step, turn;
+  int column;  // of the first vector
+  float cut;
+  unsigned capacity;
+
+  __device__ __forceinline__ int turned(int j) const { return (int)min((unsigned)(j + turn), (unsigned)(j + turn - n)); }
+  __device__ __forceinline__ void load(int j, Vector<T> (&v)[kDepth]) const {
 #pragma unroll
     for (int d = 0; d < kDepth; d++) {
-      if (greatest(held[d]) >= cut) {
-#pragma unroll
-        for (int w = 0; w < kWidth; w++) hits |= (unsigned)(widen(held[d].at[w]) >= cut) << (d * kWidth + w);
-      }
+      // Not by way of L1, which has no use for it.
+      const uint4 raw = __ldcg(data + turned(min(j + d * step, n - 1)));
+      memcpy(&v[d], &raw, sizeof(raw));
     }
-    if (hits && base > n) {
-      // The last vector may have come more than once.
-      const int whole = max(0, (n - j + kThreads - 1) / kThreads);
-      if (whole < kDepth) hits &= (1u << (whole * kWidth)) - 1;
-    }
-    if (hits) {
-      unsigned at = atomicAdd(&state().count, __popc(hits));
-      if (at + __popc(hits) <= capacity) {
-        // Few have many: a loop over what is there is shorter than one over what could be.
-#pragma unroll 1
-        do {
-          const int i = __ffs(hits) - 1;
-          hits &= hits - 1;
-          const unsigned key = key_of_number(pick(held, i));
-          own_list()[at++] = rank_of(key, column + (j + i / kWidth * kThreads) * kWidth + i % kWidth);
-          atomicAdd(&buckets()[leading.bin(key)], 1);
-        } while (hits);
-      }
-    }
-    if (base >= n || *(volatile unsigned*)&state().count > capacity) return min(base, n);
-    j += kDepth * kThreads;
-#pragma unroll
-    for (int d = 0; d < kDepth; d++) held[d] = next[d];
   }
-}
+
+  // Queues; whether there was room in the list.
+  __device__ __forceinline__ bool look_at(const Vector<T> (&v)[kDepth], int j, int* queued) const {
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+      // Beyond the end it is the last vector, over and over: cheaper to load than not to.
+      const bool mine = reaches(v[d], cut) && j + d * step < n;
+      const unsigned vote = __ballot_sync(~0u, mine);
+      if (vote) {
+        if (mine) {
+          const int at = *queued + __popc(vote & ((1u << threadIdx.x % 32) - 1));
+          memcpy(queued_vectors() + at, &v[d], sizeof(uint4));
+          queued_numbers()[at] = turned(j + d * step);
+        }
+        *queued += __popc(vote);
+        if (*queued >= 32) {
+          *queued -= 32;
+          if (!append_queued<T>(*queued, 32, cut, column, capacity)) return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  // `first` is this thread's first vector, and `held` are its first ones.
+  __device__ __forceinline__ void run(int first, Vector<T> (&held)[kDepth]) const {
+    const int lane = threadIdx.x % 32;
+    int j = first, queued = 0;
+    Vector<T> next[kDepth];
+    load(j + kDepth * step, next);
+    // Two at a time, so that none needs to be moved.
+#pragma unroll 1
+    while (true) {
+      if (!look_at(held, j, &queued)) return;
+      j += kDepth * step;
+      if (j - lane >= n) break;
+      load(j + kDepth * step, held);
+      if (!look_at(next, j, &queued)) return;
+      j += kDepth * step;
+      if (j - lane >= n) break;
+      load(j + kDepth * step, next);
+    }
+    if (queued) append_queued<T>(0, queued, cut, column, capacity);
+  }
+};
 
 // By itself, with registers of its own.
 template <class T>
-__device__ __noinline__ int stream_all(const uint4* data, int n, int column, float cut, Leading leading,
-                                       unsigned capacity) {
+__device__ __noinline__ void run_alone(const Stream<T> stream, int first) {
   Vector<T> held[kDepth];
-  return stream_vectors<T, false>(data, n, column, cut, leading, capacity, held);
+  stream.load(first, held);
+  stream.run(first, held);
 }
 
 // Everything that one block knows of its row.
@@ -506,6 +586,10 @@ struct Selector {
         row(row),
         lists(lists) {}
 
+  // What a function that is not inlined is called on: a copy. One whose address such a function has been told
+  // would lie in local memory, and be read from there, and the request by way of it, wherever it is used.
+  __device__ __forceinline__ Selector apart() const { return *this; }
+
   __device__ __forceinline__ unsigned k() const { return request.k; }
   __device__ __forceinline__ unsigned capacity() const { return request.capacity; }
 
@@ -522,74 +606,66 @@ struct Selector {
     return (scores.vectors >> log & ~1) * kWidth;
   }
 
-  // f(score) for every sampled score.
-  template <class F>
-  __device__ __forceinline__ void for_each_sampled(F f) const {
-    const int stride = request.stride;
-    if (request.fixed_stride) {
-      const int n = sample_size();
-#pragma unroll 2
-      for (int i = threadIdx.x; i < n; i += kThreads) f(widen(scores.data[view_start() + (long long)i * stride]));
-      return;
-    }
-    // Two neighbours at a time: memory gives no less than both.
-    const int groups = scores.vectors >> log_of(stride) & ~1;
-    constexpr int kLoads = 2;
-#pragma unroll 1
-    for (int base = threadIdx.x; base < groups; base += kLoads * kThreads) {
-      Vector<T> v[kLoads];
+  // Of the jittered view two neighbours at a time: memory gives no less than both.
+  __device__ __forceinline__ int groups() const { return scores.vectors >> log_of(request.stride) & ~1; }
+  // The sampled vectors of this thread's next groups, from `group` on.
+  __device__ __forceinline__ void load_sampled(Vector<T> (&v)[kSampled], int group) const {
+    const int stride = request.stride, n = groups();
+    unsigned hash = (group >> 1) * 0x9e3779b1u + (unsigned)row * 0x85ebca6bu;
+    hash = (hash ^ hash >> 15) * 0x2c1b3c6du;
+    hash ^= hash >> 12;
+    const uint4* first = scores.whole() + ((group >> 1) * stride * 2 + (group & 1));
 #pragma unroll
-      for (int d = 0; d < kLoads; d++) {
-        const int group = min(base + d * kThreads, groups - 1);
-        unsigned hash = (group / 2) * 0x9e3779b1u + (unsigned)row * 0x85ebca6bu;
-        hash = (hash ^ hash >> 15) * 0x2c1b3c6du;
-        hash ^= hash >> 12;
-        v[d] = scores.load(((group / 2) * stride + (int)(hash & (stride - 1))) * 2 + group % 2);
-      }
-#pragma unroll
-      for (int d = 0; d < kLoads; d++) {
-        if (base + d * kThreads < groups) {
-#pragma unroll
-          for (int w = 0; w < kWidth; w++) f(widen(v[d].at[w]));
-        }
+    for (int d = 0; d < kSampled; d++) {
+      const int place = (hash >> (8 * d) & (stride - 1)) * 2;
+      if (group + d * kThreads < n) {
+        const uint4 raw = __ldcg(first + (place + d * kThreads * stride));
+        memcpy(&v[d], &raw, sizeof(raw));
       }
     }
   }
 
-  // How many of a row that the block holds whole.
-  __device__ __forceinline__ unsigned held_size() const { return scores.vectors * kWidth >> log_of(request.stride); }
-
-  // The same from the vectors of a row that the block holds whole. About one score in `stride`, its place
-  // in the vector a hash.
-  template <class F>
-  __device__ __forceinline__ void for_each_held(const Vector<T> (&held)[kDepth], F f) const {
-    const unsigned stride = request.stride;
+  // two(a score, another) or one(score) for all sampled scores, of which the jittered view's first are there.
+  template <class Two, class One>
+  __device__ __forceinline__ void for_each_sampled(Vector<T> (&v)[kSampled], Two two, One one) const {
+    if (request.fixed_stride) {
+      const int n = sample_size();
+#pragma unroll 2
+      for (int i = threadIdx.x; i < n; i += kThreads) one(scores.data[view_start() + (long long)i * request.stride]);
+      return;
+    }
+#pragma unroll 1
+    for (int group = threadIdx.x; group < groups(); group += kSampled * kThreads) {
+      Vector<T> next[kSampled];
+      load_sampled(next, group + kSampled * kThreads);
 #pragma unroll
-    for (int d = 0; d < kDepth; d++) {
-      const unsigned j = threadIdx.x + d * kThreads;
-      const unsigned place = (j * 0x9e3779b1u >> 16) & (stride - 1);
-      if (j < scores.vectors) {
+      for (int d = 0; d < kSampled; d++) {
+        if (group + d * kThreads < groups()) {
 #pragma unroll
-        for (int w = 0; w < kWidth; w++) {
-          if (stride <= kWidth ? (w & (stride - 1)) == place : w == place) f(widen(held[d].at[w]));
+          for (int w = 0; w < kWidth; w += 2) two(v[d].at[w], v[d].at[w + 1]);
         }
+        v[d] = next[d];
       }
     }
   }
 
   struct Proposal {
-    // Keys; 0 where there is no number to cut at.
-    unsigned primary, secondary;
+    // A key; 0 where there is no number to cut at.
+    unsigned primary;
+    // Where the secondary cutoff lies: a key, or its bin and how much of the sample it is to hold.
+    Found second;
+    unsigned secondary, deeper;
     Leading leading;
   };
 
-  // `sample` calls f for every one of so many sampled scores. The histogram is clear.
-  template <class Sample>
-  __device__ __forceinline__ Proposal propose(unsigned sampled, Sample sample) const {
+  // From the sample, whose first are there. The histogram is clear.
+  __device__ __forceinline__ Proposal propose(Vector<T> (&first_sampled)[kSampled]) const {
+    const unsigned sampled = sample_size();
     // Approximate operations will do, alike in all blocks of a row.
     const float fraction = __fdividef(sampled, scores.length);
     const float expected = fraction * k();
-    const float deviation = __fsqrt_rn(expected * (1.0f - fraction));
+    const float variance = expected * (1.0f - fraction);
+    const float deviation = variance * rsqrtf(fmaxf(variance, 1e-20f));
     float aim = request.margin * expected;
     if (request.margin == 0.0f) {
       aim = expected;
@@ -597,24 +673,35 @@ struct Selector {
     }
     const unsigned need = max(1u, (unsigned)ceilf(aim));
     const unsigned deeper = max(need + 1, (unsigned)ceilf(aim + 3.0f * deviation + 2.0f));
-    sample([&](float x) { atomicAdd(&histogram()[coarse_bin(x)], 1); });
+    for_each_sampled(
+        first_sampled,
+        [&](T a, T b) {
+          const unsigned both = coarse_keys(half_pair(a, b));
+          count_in(histogram(), (both & 0xffff) >> 5);
+          count_in(histogram(), both >> 21);
+        },
+        [&](T x) { count_in(histogram(), coarse_keys(half_pair(x, x)) >> 21); });
     if (threadIdx.x == 0) state().counters.read += sampled;
     __syncthreads();
     find_bins(0, need, deeper);
     const Found first = state().found[0], second = state().found[1];
     if (first.bin != ~0u && first.count * 4 >= sampled && request.stride > 1) {
-      return propose_within(first, sampled, need, deeper);
+      return apart().propose_within(first, need, deeper);
     }
     Proposal proposal;
     proposal.primary = cut_in(first, need);
-    proposal.secondary = cut_in(second, deeper);
+    proposal.second = second, proposal.secondary = 0, proposal.deeper = deeper;
     proposal.leading = leading_from(proposal.primary, 18, __fdividef(first.count, fraction));
     return proposal;
   }
 
+  __device__ __forceinline__ unsigned secondary_of(const Proposal& proposal) const {
+    return max(proposal.secondary, cut_in(proposal.second, proposal.deeper));
+  }
+
   // The key at which a coarse bin is cut.
   __device__ __forceinline__ unsigned cut_in(const Found& found, unsigned need) const {
-    // What is no number lies in the bins up to -inf's, or in none.
+    // What is no number lies in -inf's bin, or in none.
     if (found.bin <= 31 || found.bin == ~0u) return 0;
     // Rounding takes values from a little below an edge.
     int key = (int)(found.bin << 5) - 1;
@@ -629,45 +716,47 @@ struct Selector {
   }
 
   // Where a bin holds a quarter of the sample, its keys are looked at more closely.
-  __device__ __noinline__ Proposal propose_within(Found first, unsigned sampled, unsigned need, unsigned deeper) const {
-    Proposal proposal = {0, 0, {0, 0}};
+  __device__ __noinline__ Proposal propose_within(Found first, unsigned need, unsigned deeper) const {
+    Proposal proposal = {0, {~0u, 0, 0}, 0, 0, {0, 0}};
     if (first.bin <= 31) return proposal;
     const unsigned low = key_of(coarse_value((first.bin << 5) - 1));
     const unsigned high = key_of(coarse_value(min((first.bin + 1) << 5, 0xfc00)));
     const int shift = bin_shift((u64)(high - low));
     clear(histogram());
     __syncthreads();
-    const unsigned again = sample_size();
-    for_each_sampled([&](float x) {
-      const unsigned key = key_of(x);
-      if (key >= low) atomicAdd(&histogram()[min((key - low) >> shift, kBins - 1)], 1);
-    });
-    if (threadIdx.x == 0) state().counters.read += again;
+    Vector<T> v[kSampled];
+    if (!request.fixed_stride) load_sampled(v, threadIdx.x);
+    const auto one = [&](T x) {
+      const unsigned key = key_of(widen(x));
+      if (key >= low) count_in(histogram(), min((key - low) >> shift, kBins - 1));
+    };
+    for_each_sampled(v, [&](T a, T b) { one(a), one(b); }, one);
+    const unsigned sampled = sample_size();
+    if (threadIdx.x == 0) state().counters.read += sampled;
     __syncthreads();
-    // This sample may be smaller.
-    const float ratio = __fdividef(again, sampled);
-    find_bins(0, max(1u, (unsigned)ceilf(need * ratio)), max(1u, (unsigned)ceilf(deeper * ratio)));
+    find_bins(0, need, deeper);
     const Found inner = state().found[0], deep = state().found[1];
     if (inner.bin != ~0u) proposal.primary = low + (inner.bin << shift);
     if (deep.bin != ~0u) proposal.secondary = low + (deep.bin << shift);
-    proposal.leading = leading_from(proposal.primary, shift, __fdividef((float)inner.count * scores.length, again));
+    proposal.leading = leading_from(proposal.primary, shift, __fdividef((float)inner.count * scores.length, sampled));
     return proposal;
   }
 
   // ---- Collection.
 
-  // The vectors j, j + kThreads and so on of a slice that has any.
+  // The vectors j and so on of a slice that has any.
   __device__ __forceinline__ void load(Vector<T> (&v)[kDepth], const Slice& slice, int j) const {
-    if (slice.end > slice.begin) scores.load_from(j, slice.end, v);
+    if (slice.end > 0) load_vectors(scores.whole(), slice.end, j, slice.step, v);
   }
 
   // f(score, column) for the few scores before the first vector and after the last.
   template <class F>
   __device__ __forceinline__ void ends(const Slice& slice, F f) const {
     const int i = threadIdx.x;
-    if (slice.first && i < scores.head) f(widen(scores.data[i]), scores.start + i);
+    if (!slice.has_ends()) return;
+    if (i < scores.head) f(widen(scores.data[i]), scores.start + i);
     const int tail = i - 32;
-    if (slice.last && tail >= 0 && tail < scores.tail()) {
+    if (tail >= 0 && tail < scores.tail()) {
       const int at = scores.length - scores.tail() + tail;
       f(widen(scores.data[at]), scores.start + at);
     }
@@ -677,26 +766,27 @@ struct Selector {
     if (at < capacity()) own_list()[at] = rank_of(key_of(x), column);
   }
 
-  // Appends what reaches the cutoff, a number, in no order, and counts it in the leading histogram; ends
-  // early once the list is over-full. Held vectors are the first; others are loaded here. With a barrier.
+  // Appends what reaches the cutoff, a number, in no order; ends early once the list is over-full. With
+  // kHeld the slice's first vectors are there. With a barrier.
   template <bool kHeld>
-  __device__ __forceinline__ void stream(const Slice& slice, float cut, Leading leading, Vector<T> (&held)[kDepth]) const {
+  __device__ __forceinline__ void stream(const Slice& slice, float cut, Vector<T> (&held)[kDepth]) const {
     ends(slice, [&](float x, int column) {
-      if (x >= cut) {
-        append(atomicAdd(&state().count, 1), x, column);
-        atomicAdd(&buckets()[leading.bin(key_of_number(x))], 1);
-      }
+      if (x >= cut) append(atomicAdd(&state().count, 1), x, column);
     });
-    const int n = slice.end - slice.begin, column = scores.column(slice.begin);
-    const uint4* data = reinterpret_cast<const uint4*>(scores.data + scores.head) + slice.begin;
-    int seen = 0;
-    if (n > 0) {
-      if constexpr (kHeld) seen = stream_vectors<T, true>(data, n, column, cut, leading, capacity(), held);
-      else seen = stream_all<T>(data, n, column, cut, leading, capacity());
+    // Rows that lie some power of two apart, and are read in step, would all want the same of memory's channels.
+    const int turn = kHeld ? 0 : (int)row * (5 * kDepth * kThreads) & ((1 << log_of(max(slice.end, 1))) - 1);
+    const Stream<T> pass = {scores.whole(), slice.end, slice.step, turn, scores.column(0), cut, capacity()};
+    // The queues lie where the sample's histogram was, which all have read, and where the leading one is to be.
+    // Whole warps: all of one vote.
+    if (slice.first - (int)threadIdx.x % 32 < slice.end) {
+      if constexpr (kHeld) pass.run(slice.first, held);
+      else run_alone(pass, slice.first);
     }
     __syncthreads();
+    clear(buckets());
+    __syncthreads();
     if (threadIdx.x == 0) {
-      state().counters.read += min(seen * kWidth, (int)slice.scores(scores));
+      state().counters.read += slice.scores(scores);
       state().counters.admitted += state().count;
     }
   }
@@ -753,7 +843,7 @@ struct Selector {
 
   // Appends the scores whose keys lie in [low, high), tile by tile in the order of positions,
   // whatever they are. All threads have arrived; with a barrier at the end.
-  __device__ __noinline__ void collect(const Slice& slice, unsigned low, unsigned high) const {
+  __device__ __noinline__ void collect(Slice slice, unsigned low, unsigned high) const {
     const unsigned before = state().count;
     __syncthreads();
     unsigned keys[kWidth];
@@ -764,21 +854,19 @@ struct Selector {
       if (mine) keys[0] = key_of(widen(scores.data[at]));
       append_chunk(keys, mine, scores.start + at, &low, high);
     };
-    if (slice.first && scores.head) single((int)threadIdx.x < scores.head, threadIdx.x);
-#pragma unroll 1
-    for (int base = slice.begin; base < slice.end; base += kDepth * kThreads) {
-      const int j = base + threadIdx.x;
+    if (slice.has_ends() && scores.head) single((int)threadIdx.x < scores.head, threadIdx.x);
+    slice.for_each_tile([&](int j) {
       Vector<T> v[kDepth];
       load(v, slice, j);
       unsigned all = 0;
       bool over = false;
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {
-        if (j + d * kThreads < slice.end) {
+        if (j + d * slice.step < slice.end) {
 #pragma unroll
           for (int w = 0; w < kWidth; w++) keys[w] = key_of(widen(v[d].at[w]));
           unsigned appended;
-          over |= append_keys(keys, in_range(keys, ~0u, low, high), scores.column(j + d * kThreads), &appended);
+          over |= append_keys(keys, in_range(keys, ~0u, low, high), scores.column(j + d * slice.step), &appended);
           all += appended;
         }
       }
@@ -787,14 +875,14 @@ struct Selector {
         __syncthreads();
 #pragma unroll
         for (int d = 0; d < kDepth; d++) {
-          const bool mine = j + d * kThreads < slice.end;
+          const bool mine = j + d * slice.step < slice.end;
 #pragma unroll
           for (int w = 0; w < kWidth; w++) keys[w] = mine ? key_of(widen(v[d].at[w])) : 0;
-          append_chunk(keys, mine ? ~0u : 0, scores.column(j + d * kThreads), &low, high);
+          append_chunk(keys, mine ? ~0u : 0, scores.column(j + d * slice.step), &low, high);
         }
       }
-    }
-    if (slice.last && scores.tail()) {
+    });
+    if (slice.has_ends() && scores.tail()) {
       const int at = scores.length - scores.tail() + threadIdx.x;
       single(at < scores.length, at);
     }
@@ -806,59 +894,59 @@ struct Selector {
   }
 
   // A slice's best: the K best of it, or all that reaches the cutoff. The list is empty; with a
-  // barrier at the end. Whether the leading histogram counts what the list holds.
+  // barrier at the end.
   template <bool kHeld>
-  __device__ __forceinline__ bool collect_primary(const Slice& slice, const Proposal& proposal,
+  __device__ __forceinline__ void collect_primary(const Slice& slice, const Proposal& proposal,
                                                   Vector<T> (&held)[kDepth]) const {
-    if (proposal.primary <= kNegInfinityKey) {
-      collect(slice, 0, kAllKeys);
-      return false;
-    }
-    stream<kHeld>(slice, value_of(proposal.primary), proposal.leading, held);
-    if (state().count <= capacity()) return true;
-    // Any K candidates bound the K-th best from below. The last to find no room had up to 32.
-    const u64 threshold = compact(own_list(), capacity() - 32, k());
+    if (proposal.primary <= kNegInfinityKey) return apart().collect(slice, 0, kAllKeys);
+    stream<kHeld>(slice, value_of(proposal.primary), held);
+    if (state().count <= capacity()) return;
+    apart().collect_raised(slice);
+  }
+
+  // The same after the list was over-full.
+  __device__ __noinline__ void collect_raised(Slice slice) const {
+    // Any K candidates bound the K-th best from below. The first to find no room had so many.
+    const u64 threshold = compact(own_list(), capacity() - 32 * 16, k());
     if (threadIdx.x == 0) state().count = 0;
     __syncthreads();
     collect(slice, key_in(threshold), kAllKeys);
-    return false;
   }
 
   // Counts the leading bits of the keys below `high`. With a barrier at the end.
-  __device__ __noinline__ void count_leading(const Slice& slice, unsigned high) const {
+  __device__ __noinline__ void count_leading(Slice slice, unsigned high) const {
     clear(histogram());
     __syncthreads();
     const auto count = [&](float x, int) {
       const unsigned key = key_of(x);
-      if (key < high) atomicAdd(&histogram()[key >> 21], 1);
+      if (key < high) count_in(histogram(), key >> 21);
     };
     ends(slice, count);
-#pragma unroll 1
-    for (int base = slice.begin; base < slice.end; base += kDepth * kThreads) {
-      const int j = base + threadIdx.x;
+    slice.for_each_tile([&](int j) {
       Vector<T> v[kDepth];
       load(v, slice, j);
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {
-        if (j + d * kThreads < slice.end) {
+        if (j + d * slice.step < slice.end) {
 #pragma unroll
           for (int w = 0; w < kWidth; w++) count(widen(v[d].at[w]), 0);
         }
       }
-    }
+    });
     if (threadIdx.x == 0) state().counters.read += slice.scores(scores);
     __syncthreads();
   }
 
   // The row's K best or more, after the pass down to the primary cutoff found fewer, all of them in
   // the list. How many are in the list then is the same for all that call.
-  __device__ __noinline__ int recover(const Slice& slice, const Proposal& proposal) const {
+  __device__ __noinline__ int recover(Slice slice, Proposal proposal) const {
     unsigned low = proposal.primary;
     int route = kPrimary;
-    if (request.band && proposal.secondary < low) {
+    const unsigned secondary = secondary_of(proposal);
+    if (request.band && secondary < low) {
       route = kBand;
-      collect(slice, proposal.secondary, low);
-      low = proposal.secondary;
+      collect(slice, secondary, low);
+      low = secondary;
     }
     if (state().count >= k()) return route;
     const unsigned need = k() - state().count;
@@ -904,14 +992,14 @@ struct Selector {
   }
 
   // The best of n candidates to the output. All threads have arrived, and see the list. `leading` are
-  // bins for keys that are all at least its `low`; `counted` says that the leading histogram is there.
-  __device__ __forceinline__ void finish(List list, int n, int route, Leading leading, bool counted) const {
+  // bins for keys that are all at least its `low`; their histogram is clear.
+  __device__ __forceinline__ void finish(List list, int n, int route, Leading leading) const {
     put_route(route);
     const unsigned count = min((unsigned)n, k());
     if (n <= (int)k() || request.order != kUnordered || route != kPrimary) {
-      finish_any(list, n, count);
+      apart().finish_any(list, n, count);
     } else {
-      finish_primary(list, n, leading, counted);
+      finish_primary(list, n, leading);
     }
     put_rest(count);
   }
@@ -919,13 +1007,13 @@ struct Selector {
   __device__ __noinline__ void finish_any(List list, int n, unsigned count) const {
     const u64 threshold = n > (int)count ? refine(list, n, count) : 0;
     if (request.order != kUnordered) put_ordered(list, n, threshold, count);
-    else put_unordered(list, n, [&](u64 rank) { return rank >= threshold; });
+    else put_unordered(list, n, 0, [&](u64 rank) { return rank >= threshold; });
   }
 
-  // The candidates that `keep` names, by one word a warp to the others.
+  // The candidates that `keep` names, after the first ones, by one word a warp to the others.
   template <class Keep>
-  __device__ __forceinline__ void put_unordered(List list, int n, Keep keep) const {
-    if (threadIdx.x == 0) state().kept = 0;
+  __device__ __forceinline__ void put_unordered(List list, int n, unsigned first, Keep keep) const {
+    if (threadIdx.x == 0) state().kept = first;
     __syncthreads();
     const int lane = threadIdx.x % 32;
     unsigned total = 0;
@@ -948,55 +1036,241 @@ struct Selector {
     }
   }
 
-  // More than K candidates in any order: those in the bins above that of the K-th, and of its bin those that
-  // all pairs say.
-  __device__ __forceinline__ void finish_primary(List list, int n, Leading leading, bool counted) const {
-    if (!counted) {
-      clear(buckets());
-      __syncthreads();
-#pragma unroll 1
-      for (int i = threadIdx.x; i < n; i += kThreads) atomicAdd(&buckets()[leading.bin(key_in(list[i]))], 1);
-      __syncthreads();
+  // More than K candidates in any order.
+  __device__ __forceinline__ void finish_primary(List list, int n, Leading leading) const {
+    bool put;
+    if (n <= kEach * kThreads) put = put_from<kEach>(list, n, leading);
+    else put = put_from<2 * kEach>(list, n, leading);
+    if (!put) apart().finish_any(list, n, k());
+  }
+  template <int kMost>
+  __device__ __forceinline__ bool put_from(List list, int n, Leading leading) const {
+    u64 mine[kMost];
+#pragma unroll
+    for (int e = 0; e < kMost; e++) {
+      const int i = threadIdx.x + e * kThreads;
+      mine[e] = i < n ? list[i] : 0;
+    }
+    return put_leading(mine, leading);
+  }
+
+  // The best of more than K candidates, in any order: by their leading histogram those in the bins above that
+  // of the K-th, and of its bin those that all pairs say. They lie in registers, 0 where there is none. False
+  // and nothing done where too many share the bin. The histogram is clear.
+  template <int kMost>
+  __device__ __forceinline__ bool put_leading(const u64 (&mine)[kMost], Leading leading) const {
+    static_assert(2 * kEach * kThreads >= 2 * kSlack, "all that fits in a list");
+#pragma unroll
+    for (int e = 0; e < kMost; e++) {
+      const unsigned key = key_in(mine[e]);
+      if (key >= leading.low) count_in(buckets(), leading.bin(key));
     }
     if (threadIdx.x == 0) state().kept = 0, state().slots = 0;
+    __syncthreads();
     find_bins(1, k(), 0);
     const Found found = state().found[0];
-    // Too much in one bin, or beyond the last: by the whole range of the candidates.
-    if (found.count > kRanked || found.bin == kBins - 1) return finish_any(list, n, k());
-    const int lane = threadIdx.x % 32;
-    unsigned total = 0;
-#pragma unroll 1
-    for (int base = 0; base < n; base += kThreads) {
-      const int i = base + threadIdx.x;
-      unsigned bin = 0;
-      if (i < n) {
-        const u64 rank = list[i];
-        bin = leading.bin(key_in(rank));
-        if (bin == found.bin) state().ranked[atomicAdd(&state().slots, 1)] = rank;
+    // In the last bin is what is beyond it, too.
+    if (found.count > kRanked || found.bin == kBins - 1) return false;
+    const unsigned low = leading.low + (found.bin << leading.shift), high = low + (1u << leading.shift);
+    // Loops without branches, and one over what is rare.
+    unsigned above = 0, bin = 0;
+#pragma unroll
+    for (int e = 0; e < kMost; e++) {
+      above += key_in(mine[e]) >= high;
+      bin |= (unsigned)(key_in(mine[e]) - low < high - low) << e;
+    }
+    const unsigned first = places(above);
+    const auto each = [&](auto f) {
+      unsigned at = first;
+#pragma unroll
+      for (int e = 0; e < kMost; e++) {
+        if (key_in(mine[e]) >= high) f(at++, mine[e]);
       }
-      total += __popc(__ballot_sync(~0u, i < n && bin > found.bin));
-    }
-    unsigned at = 0;
-    if (lane == 0) at = atomicAdd(&state().kept, total);
-    at = __shfl_sync(~0u, at, 0);
-    __syncthreads();
+    };
+    each([](unsigned at, u64 rank) { staged()[at] = position_in(rank); });
 #pragma unroll 1
-    for (int base = 0; base < n; base += kThreads) {
-      const int i = base + threadIdx.x;
-      const u64 rank = i < n ? list[i] : 0;
-      const bool mine = i < n && leading.bin(key_in(rank)) > found.bin;
-      const unsigned keeps = __ballot_sync(~0u, mine);
-      if (mine) put(at + __popc(keeps & ((1u << lane) - 1)), rank);
-      at += __popc(keeps);
+    while (bin) {
+      const int e = __ffs(bin) - 1;
+      bin &= bin - 1;
+      state().ranked[atomicAdd(&state().slots, 1)] = pick_rank(mine, e, kMost);
     }
-    const int m = found.count;
-    if (threadIdx.x < m) {
-      const u64 mine = state().ranked[threadIdx.x];
-      unsigned better = found.above;
+    __syncthreads();
+    put_staged(request.positions, found.above);
+    if (request.values) {
+      __syncthreads();
+      each([](unsigned at, u64 rank) { staged()[at] = __float_as_uint(value_of(key_in(rank))); });
+      __syncthreads();
+      put_staged(reinterpret_cast<unsigned*>(request.values), found.above);
+    }
+    put_ranked(state().ranked, found.count, found.above);
+    return true;
+  }
+
+  // Where the selected meet, in place of histograms that have been read, to be written side by side: as they
+  // come each would be a word to memory of its own.
+  static __device__ __forceinline__ unsigned* staged() { return histogram(); }
+  // The first n of them, to a row of the output.
+  __device__ __forceinline__ void put_staged(unsigned* output, unsigned n) const {
+    static_assert(2 * kBins >= kSlack, "K of them");
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < n; i += kThreads) output[row * k() + i] = staged()[i];
+  }
+
+  // Where this thread's so many go, after those of lanes before it and of warps that came before.
+  static __device__ __forceinline__ unsigned places(unsigned mine) {
+    const unsigned inclusive = inclusive_sum(mine);
+    unsigned at = 0;
+    if (threadIdx.x % 32 == 31) at = shared_add(&state().kept, inclusive);
+    return __shfl_sync(~0u, at, 31) + inclusive - mine;
+  }
+
+  // Of up to kRanked candidates the best that there is room for after the first `above`: each is compared with
+  // all, by eight threads.
+  __device__ __forceinline__ void put_ranked(const u64* ranked, int m, unsigned above) const {
+#pragma unroll 1
+    for (int base = threadIdx.x / 32 * 4; base < m; base += kThreads / 8) {
+      const int i = base + (int)threadIdx.x % 32 / 8;
+      const u64 mine = ranked[min(i, m - 1)];
+      unsigned better = 0;
 #pragma unroll 4
-      for (int other = 0; other < m; other++) better += state().ranked[other] > mine;
-      if (better < k()) put(better, mine);
+      for (int other = threadIdx.x % 8; other < m; other += 8) better += ranked[other] > mine;
+      better = warp_reduce<8>(better, [](unsigned a, unsigned b) { return a + b; }) + above;
+      if (threadIdx.x % 8 == 0 && i < m && better < k()) put(better, mine);
     }
+  }
+
+  // ---- Rows that the block holds in its registers.
+
+  __device__ __forceinline__ bool fits() const { return scores.vectors <= kDepth * kThreads; }
+
+  // All of such a row: an exact histogram of coarse keys says which scores are in its set and in which bin the
+  // K-th lies. `held` is all of it but the ends. The histogram is clear; all threads have arrived.
+  __device__ __forceinline__ void select_held(const Vector<T> (&held)[kDepth]) const {
+    const Slice slice(0, 1, scores.vectors);
+    if (scores.length > k()) {
+      unsigned keys[kDepth][kWidth / 2];
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
+        const bool inside = threadIdx.x + d * kThreads < scores.vectors;
+#pragma unroll
+        for (int w = 0; w < kWidth; w += 2) {
+          // Below all where there is none.
+          const unsigned both = inside ? coarse_keys(half_pair(held[d].at[w], held[d].at[w + 1])) : 0;
+          keys[d][w / 2] = both;
+          if (inside) {
+            count_in(histogram(), (both & 0xffff) >> 5);
+            count_in(histogram(), both >> 21);
+          }
+        }
+      }
+      const auto bin_of = [](float x) { return coarse_keys(half_pair(x, x)) >> 21; };
+      ends(slice, [&](float x, int) { count_in(histogram(), bin_of(x)); });
+      if (threadIdx.x == 0) state().kept = 0, state().slots = 0;
+      __syncthreads();
+      find_bins(0, k(), 0);
+      const Found found = state().found[0];
+      // Up to bin 31 it is no number.
+      if (found.bin > 31 && found.above + found.count <= capacity()) return put_held(held, keys, slice, found);
+      __syncthreads();
+    }
+    apart().collect(slice, 0, kAllKeys);
+    put_route(kDirect);
+    const int n = state().count;
+    const unsigned count = min((unsigned)n, k());
+    apart().finish_any(own_list(), n, count);
+    put_rest(count);
+  }
+
+  // What lies in the bins above that of the K-th, and the best of its bin.
+  __device__ __forceinline__ void put_held(const Vector<T> (&held)[kDepth], const unsigned (&keys)[kDepth][kWidth / 2],
+                                           const Slice& slice, Found found) const {
+    const bool ordered = request.order != kUnordered;
+    const unsigned low = found.bin << 5, high = low + 32;
+    // What reaches this goes to the output, or to the list where it is to be ordered.
+    const unsigned reach = ordered ? low : high;
+    const auto key = [&](int d, int w) { return w % 2 ? keys[d][w / 2] >> 16 : keys[d][w / 2] & 0xffff; };
+    // Loops without branches, and one over what is rare.
+    unsigned mine = 0, other = 0;
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+#pragma unroll
+      for (int w = 0; w < kWidth; w++) {
+        mine += key(d, w) >= reach;
+        other |= (unsigned)(key(d, w) - low < 32) << (d * kWidth + w);
+      }
+    }
+    if (ordered) other = 0;
+    const unsigned first = places(mine);
+    const auto each = [&](auto f) {
+      unsigned at = first;
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
+        const int column = scores.column(threadIdx.x + d * kThreads);
+#pragma unroll
+        for (int w = 0; w < kWidth; w++) {
+          if (key(d, w) >= reach) f(at++, column + w, held[d].at[w]);
+        }
+      }
+    };
+    if (ordered) {
+      each([&](unsigned at, int column, T x) { own_list()[at] = rank_of(key_of_number(widen(x)), column); });
+    } else {
+      each([&](unsigned at, int column, T) { staged()[at] = column; });
+    }
+    // The few of the K-th's bin.
+    const auto keep = [&](u64 rank) { own_list()[atomicAdd(&state().slots, 1)] = rank; };
+#pragma unroll 1
+    while (other) {
+      const int i = __ffs(other) - 1;
+      other &= other - 1;
+      const int d = i / kWidth;
+      const float x = pick(held, i);
+      keep(rank_of(key_of_number(x), scores.column(threadIdx.x + d * kThreads) + i % kWidth));
+    }
+    ends(slice, [&](float x, int column) {
+      const unsigned both = coarse_keys(half_pair(x, x)) >> 16;
+      if (both < low) return;
+      const u64 rank = rank_of(key_of_number(x), column);
+      if (both < reach) return keep(rank);
+      const unsigned at = atomicAdd(&state().kept, 1);
+      if (ordered) own_list()[at] = rank;
+      else staged()[at] = column;
+    });
+    if (threadIdx.x == 0) {
+      state().counters.read += scores.length;
+      state().counters.admitted += found.above + found.count;
+    }
+    __syncthreads();
+    const int m = found.count;
+    put_route(kDirect);
+    if (ordered) {
+      apart().finish_any(own_list(), found.above + m, k());
+      return put_rest(k());
+    }
+    put_staged(request.positions, found.above);
+    if (request.values) {
+      // Of what was selected by its bin the scores are in L2 still.
+#pragma unroll 1
+      for (unsigned i = threadIdx.x; i < found.above; i += kThreads) {
+        const float x = widen(scores.data[(int)staged()[i] - scores.start]);
+        request.values[row * k() + i] = value_of(key_of_number(x));
+      }
+    }
+    __syncthreads();
+    if (m <= kRanked) {
+      put_ranked(own_list().at(), m, found.above);
+    } else {
+      const u64 threshold = refine(own_list(), m, k() - found.above);
+      put_unordered(own_list(), m, found.above, [&](u64 rank) { return rank >= threshold; });
+    }
+    put_rest(k());
+  }
+
+  // The selection of such a row, where nothing of it is held yet.
+  __device__ __noinline__ void select_fitting() const {
+    Vector<T> held[kDepth];
+    load(held, Slice(0, 1, scores.vectors), threadIdx.x);
+    select_held(held);
   }
 
   // Bucket sort of the selected: by their bits, then within each bucket by comparing all pairs.
@@ -1017,20 +1291,19 @@ struct Selector {
     const auto bucket = [&](u64 rank) { return (unsigned)(((rank & mask) - low) >> shift); };
 #pragma unroll 2
     for (int i = threadIdx.x; i < n; i += kThreads) {
-      if (list[i] >= threshold) atomicAdd(&buckets()[bucket(list[i])], 1);
+      if (list[i] >= threshold) count_in(buckets(), bucket(list[i]));
     }
     __syncthreads();
     unsigned* offsets = histogram();
     const FromTop mine(buckets());
+    mine.tell_others();
     __syncthreads();
     bool crowded = false;
-    if (threadIdx.x < kScanning) {
-      unsigned before = mine.before();
+    unsigned before = FromTop::before_warp() + inclusive_sum(mine.sum) - mine.sum;
 #pragma unroll
-      for (int i = 0; i < FromTop::kOwn; i++) {
-        offsets[mine.top - i] = before, before += mine.own[i];
-        crowded |= mine.own[i] > kCrowd;
-      }
+    for (int i = 0; i < FromTop::kOwn; i++) {
+      offsets[mine.top - i] = before, before += mine.own[i];
+      crowded |= mine.own[i] > kCrowd;
     }
     crowded = __syncthreads_or(crowded);
 #pragma unroll 2
@@ -1096,24 +1369,44 @@ struct Selector {
 __device__ __forceinline__ void begin() {
   clear(histogram());
   clear(buckets());
-  if (threadIdx.x == 0) {
-    state().count = 0, state().inbox = 0;
-    state().counters = state().gathered = RouteCounters{0, 0, 0, 0};
-  }
+  if (threadIdx.x == 0) state().count = 0, state().inbox = 0;
+  if (threadIdx.x == kThreads - 1) state().counters = state().gathered = RouteCounters{0, 0, 0, 0};
   __syncthreads();
 }
 
-// Sends for a block's part of the row, to L2, as if it had all of the width: before the bounds are known.
-template <class T>
-__device__ __forceinline__ void prefetch(const Request& request, long long row, int rank, int blocks) {
-  constexpr int kLine = 128 / sizeof(T);
-  const int each = (request.width + blocks - 1) >> log_of(blocks);
-  const int at = rank * each + threadIdx.x * kLine;
-  if (threadIdx.x * kLine < each && at < request.width) {
-    const T* line = static_cast<const T*>(request.scores) + row * request.pitch + at;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+// What a block reads first of its row: with kHeld its first vectors, and its first sampled ones.
+template <class T, bool kHeld>
+struct Opening {
+  Vector<T> held[kDepth], sampled[kSampled];
+  bool early;
+
+  // Where every row starts at 0, that need not wait for its end: what lies beyond it is only not looked at.
+  // And what follows in the block's part of the row is sent for, to L2.
+  __device__ __forceinline__ Opening(const Request& request, long long row, int rank) {
+    const Selector<T> whole(request, row, 0, request.width, 1);
+    early = request.start.kind == kNone && !request.fixed_stride;
+    if (early) load(whole, rank);
+    if (!kHeld) return;
+    constexpr int kMost = 32;
+    const Slice slice(rank, request.blocks, whole.scores.vectors);
+    // Eight threads have a line.
+    const int from = early ? kDepth : 0;
+    if (threadIdx.x % 8 == 0) {
+#pragma unroll 4
+      for (int d = from; d < kMost; d++) {
+        const int j = slice.first + d * slice.step;
+        if (j >= slice.end) break;
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(whole.scores.whole() + j));
+      }
+    }
   }
-}
+
+  __device__ __forceinline__ void load(const Selector<T>& selector, int rank) {
+    const Slice slice(rank, selector.request.blocks, selector.scores.vectors);
+    if (!selector.request.fixed_stride) selector.load_sampled(sampled, threadIdx.x);
+    if (kHeld) selector.load(held, slice, slice.first);
+  }
+};
 
 // Whether a row needs no scores.
 __device__ __forceinline__ bool is_trivial(const Request& request, int length) {

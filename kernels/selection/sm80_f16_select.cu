@@ -14,3 +14,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) select_row_local(const
 extern "C" __global__ void __launch_bounds__(kThreads, 1) select_split(const __grid_constant__ Request request) {
   select_split<__half>(request);
 }
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2) select_short(const __grid_constant__ Request request) {
+  select_short<__half>(request);
+}

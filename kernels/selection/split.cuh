@@ -17,29 +17,25 @@ __device__ void select_split(const Request& request) {
   __shared__ bool last;
   const int blocks = request.blocks, rank = blockIdx.x & (blocks - 1);
   const long long row = blockIdx.x >> log_of(blocks);
-  prefetch<T>(request, row, rank, blocks);
+  Opening<T, true> opening(request, row, rank);
   const int start = request.start.of(row, request.width, 0);
   const int end = request.end.of(row, request.width, request.width);
   begin();
   const Selector<T> selector(request, row, start, end, 1);
-  const int length = selector.scores.length;
-  if (is_trivial(request, length)) {
+  if (is_trivial(request, selector.scores.length)) {
     if (rank == 0) selector.put_all();
     return;
   }
-
-  typename Selector<T>::Proposal proposal = {0, 0, {0, 0}};
-  const Slice slice(selector.scores, rank, blocks);
-  int route = kDirect;
-  if (length <= request.capacity) {
-    selector.collect(slice, 0, kAllKeys);
-  } else {
-    Vector<T> held[kDepth];
-    selector.load(held, slice, slice.begin + threadIdx.x);
-    proposal = selector.propose(selector.sample_size(), [&](auto f) { selector.for_each_sampled(f); });
-    selector.template collect_primary<true>(slice, proposal, held);
-    if (proposal.primary > kNegInfinityKey && request.stride > 1) route = kPrimary;
+  if (selector.fits()) {
+    if (rank == 0) selector.apart().select_fitting();
+    return;
   }
+
+  if (!opening.early) opening.load(selector, rank);
+  const Slice slice(rank, blocks, selector.scores.vectors);
+  const typename Selector<T>::Proposal proposal = selector.propose(opening.sampled);
+  selector.template collect_primary<true>(slice, proposal, opening.held);
+  int route = proposal.primary > kNegInfinityKey && request.stride > 1 ? kPrimary : kDirect;
   unsigned count = state().count;
   if (count > kSlack) {
     compact(own_list(), count, request.k);
@@ -87,8 +83,6 @@ __device__ void select_split(const Request& request) {
   if (threadIdx.x == 0) state().count = total;
   __syncthreads();
   // What the slices lack, this block looks for alone, in all of the row.
-  if (total < request.k && length > request.capacity) {
-    route = selector.recover(Slice(selector.scores, 0, 1), proposal);
-  }
-  selector.finish(own_list(), state().count, route, proposal.leading, false);
+  if (total < request.k) route = selector.apart().recover(Slice(0, 1, selector.scores.vectors), proposal);
+  selector.finish(own_list(), state().count, route, proposal.leading);
 }

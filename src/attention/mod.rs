@@ -52,7 +52,8 @@
 //!   CUDA graph can hold them. Lengths, bounds, tables and positions are read on the device.
 //! * **Layouts.** Strides and offsets are free; last dimensions must be dense. Offsets are of 64
 //!   bits.
-//! * **Devices.** The CPU, in f32 whatever the dtype, and CUDA with the feature `cuda`.
+//! * **Devices.** The CPU, in f32 whatever the dtype, and CUDA with the feature `cuda`. The ops give an
+//!   error elsewhere. Results of one device are those of another up to rounding.
 
 mod buffers;
 mod cpu;
@@ -68,8 +69,25 @@ pub use indexer::{index_topk, index_topk_into, indexer_scores, indexer_scores_in
 pub use keys::Visible;
 pub use sparse::{Attention, KeyValues, Positions, SparseAttention, SparseAttentionOp, Values};
 
+/// Loads all kernels for queries of this dtype.
 #[cfg(feature = "cuda")]
-pub(crate) use cuda::preload;
+pub(crate) fn preload(
+    device: &candle_core::CudaDevice,
+    dtype: candle_core::DType,
+) -> candle_core::Result<()> {
+    use candle_core::DType;
+    if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16 | DType::F8E4M3) {
+        candle_core::bail!(
+            "preload_attention: queries are {dtype:?}, F32, F16, BF16 or F8E4M3 is needed"
+        )
+    }
+    cuda::preload_indexer(device, dtype)?;
+    match dtype {
+        // Of an indexer alone.
+        DType::F8E4M3 => Ok(()),
+        _ => cuda::preload_sparse(device, dtype),
+    }
+}
 
 fn no_metal<T>(op: &str) -> candle_core::Result<T> {
     candle_core::bail!(

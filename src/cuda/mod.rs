@@ -1,18 +1,21 @@
 //! All that touches the driver: the kernels' modules and their loading.
 //!
-//! Kernels are loaded when they are first used. The driver then compiles them, which takes it a
-//! few seconds, and keeps the result on disk for later processes; and a kernel cannot be loaded
-//! while a CUDA graph is captured. [`preload`] loads them ahead of time.
+//! Kernels are loaded when they are first used, which cannot be while a CUDA graph is captured.
+//! [`preload`] loads them ahead of time. On a device other than those that the build is for (by
+//! `CUDA_COMPUTE_CAP`, or the GPU found then) the driver compiles them first, which takes it a few seconds
+//! for each, and keeps the result on disk for later processes.
 
 use candle_core::cuda_backend::cudarc::driver::sys::{
     self, CUdevice_attribute_enum as Attribute, CUfunction_attribute_enum as FunctionAttribute,
 };
-use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaStream};
+use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaModule, CudaStream};
+use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{bail, DType, Device, Result};
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 mod memory;
 pub(crate) use memory::{arg, Addresses, DeviceBuffer};
@@ -23,11 +26,21 @@ mod ptx {
     include!(concat!(env!("OUT_DIR"), "/attention_ptx.rs"));
 }
 
+/// Machine code for devices of one compute capability.
+mod cubin {
+    include!(concat!(env!("OUT_DIR"), "/sampling_cubin.rs"));
+    include!(concat!(env!("OUT_DIR"), "/selection_cubin.rs"));
+    include!(concat!(env!("OUT_DIR"), "/attention_cubin.rs"));
+
+    pub const CAPABILITY: (i32, i32) = include!(concat!(env!("OUT_DIR"), "/cubin_capability.rs"));
+}
+
 /// A file of kernels. Modules are cached by Candle under their names, on each device.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Module {
     name: &'static str,
     ptx: &'static str,
+    cubin: Option<&'static [u8]>,
 }
 
 macro_rules! module {
@@ -41,6 +54,7 @@ macro_rules! module {
                 stringify!($ptx)
             ),
             ptx: ptx::$ptx,
+            cubin: cubin::$ptx,
         }
     };
 }
@@ -121,6 +135,23 @@ pub(crate) const SELECT_CLUSTER: [Module; 3] = [
     module!(SM90_F16_SELECT_CLUSTER),
     module!(SM90_BF16_SELECT_CLUSTER),
 ];
+/// Bounds of rows from lengths.
+pub(crate) const BOUNDS: Module = module!(BOUNDS);
+/// Indexer scores of F16, BF16, F8E4M3 and F32.
+pub(crate) const INDEXER_SM80: [Module; 4] = [
+    module!(SM80_F16_INDEXER),
+    module!(SM80_BF16_INDEXER),
+    module!(SM80_FP8_INDEXER),
+    module!(SM80_F32_INDEXER),
+];
+/// The same of F16, BF16 and F8E4M3 on devices of compute capability 9.0.
+pub(crate) const INDEXER_SM90: [Module; 3] = [
+    module!(SM90_F16_INDEXER),
+    module!(SM90_BF16_INDEXER),
+    module!(SM90_FP8_INDEXER),
+];
+/// -inf in scores of what a row doesn't see.
+pub(crate) const INDEXER_FILL: Module = module!(INDEXER_FILL);
 /// Attention over positions: of any size, and by tensor cores with keys of up to 256.
 pub(crate) const SPARSE: [Module; 3] = [
     module!(SM80_F32_SPARSE),
@@ -226,72 +257,100 @@ pub(crate) struct Demand {
     pub shared_bytes: u32,
 }
 
-/// The form to launch in, and how: a block a row, or a cluster. `demand` is a form's, and
+/// What launches are planned by: of a device, and asked of the driver once.
+#[derive(Debug, Clone, Copy)]
+struct Facts {
+    multiprocessors: usize,
+    /// Shared memory that a block may have.
+    shared_bytes: u64,
+    /// How many clusters of so many blocks, each on a multiprocessor of its own, run at once: their
+    /// multiprocessors lie in one of the device's groups, which don't divide evenly. None where the
+    /// device has no clusters.
+    clusters: [(u32, usize); 3],
+}
+
+impl Facts {
+    fn of(device: &CudaDevice, family: &Family, dtype: DType, threads: u32) -> Result<Self> {
+        static KNOWN: Mutex<BTreeMap<usize, Facts>> = Mutex::new(BTreeMap::new());
+        let stream = device.cuda_stream();
+        let ordinal = stream.context().ordinal();
+        let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(facts) = known().get(&ordinal) {
+            return Ok(*facts);
+        }
+        let attribute = |attribute| stream.context().attribute(attribute).w();
+        let shared_bytes =
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32;
+        let mut clusters = [8, 4, 2].map(|blocks| (blocks, 0));
+        if runs_sm90(device)? {
+            let kernel = family.kernel(device, dtype, Form::Sm90, shared_bytes)?;
+            for (blocks, most) in &mut clusters {
+                *most = kernel.clusters(*blocks, threads)?;
+            }
+        }
+        let facts = Self {
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?
+                as usize,
+            shared_bytes: shared_bytes as u64,
+            clusters,
+        };
+        known().insert(ordinal, facts);
+        Ok(facts)
+    }
+}
+
+/// The kernel of a family to launch, and how: a block a row, or a cluster. `demand` is a form's, and
 /// `slice_bytes` tells how many bytes of a row each of so many blocks would hold.
 ///
-/// What is fastest on an H200: the largest cluster whose blocks all run at once, each on a
-/// multiprocessor of its own, one that holds the row on chip before one that doesn't; then a large
-/// block, then small ones. A cluster's multiprocessors lie in one of the device's 8 groups of 16 or
-/// so, which don't divide evenly: hence three quarters of them.
+/// What is fastest on an H200: the largest cluster of which there can be one for each row at once, one
+/// that holds the row on chip before one that doesn't; then a large block, then small ones.
 pub(crate) fn teams(
     device: &CudaDevice,
+    family: &Family,
+    dtype: DType,
     rows: usize,
     demand: impl Fn(Form) -> Demand,
     slice_bytes: impl Fn(u32) -> u64,
-) -> Result<(Form, Teams)> {
-    let stream = device.cuda_stream();
-    let attribute = |attribute| stream.context().attribute(attribute).w();
-    let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+) -> Result<(Kernel, Teams)> {
+    let facts = Facts::of(device, family, dtype, demand(Form::Sm90).threads)?;
     let forced = FORCED.get();
-    if forced.is_none_or(|form| form == Form::Sm90) && runs_sm90(device)? {
-        let most =
-            attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u64;
+    let clusters = facts.clusters.iter().any(|&(_, most)| most > 0);
+    let mut planned = None;
+    if clusters && forced.is_none_or(|form| form == Form::Sm90) {
         // What the kernels declare beside their dynamic shared memory is less.
         const STATIC_BYTES: u64 = 8 << 10;
-        let Demand {
-            threads,
-            shared_bytes,
-        } = demand(Form::Sm90);
-        let fits = |blocks| shared_bytes as u64 + STATIC_BYTES + slice_bytes(blocks) <= most;
-        let room = |blocks: u32| rows * blocks as usize <= multiprocessors / 4 * 3;
-        let sizes = [8, 4, 2];
-        let on_chip = sizes
-            .into_iter()
-            .find(|&blocks| room(blocks) && fits(blocks));
-        let streaming = || sizes.into_iter().find(|&blocks| room(blocks));
-        let blocks = on_chip.or_else(streaming).or(forced.map(|_| 2));
-        if let Some(blocks) = blocks {
-            let copy = if fits(blocks) {
-                slice_bytes(blocks) as u32
-            } else {
-                0
-            };
-            let teams = Teams {
-                rows: rows as u32,
-                blocks,
-                threads,
-                shared_bytes: shared_bytes + copy,
-            };
-            return Ok((Form::Sm90, teams));
-        }
+        let shared_bytes = demand(Form::Sm90).shared_bytes;
+        let fits =
+            |blocks| shared_bytes as u64 + STATIC_BYTES + slice_bytes(blocks) <= facts.shared_bytes;
+        let mut sizes = facts.clusters.iter().filter(|&&(_, most)| rows <= most);
+        let on_chip = sizes.clone().find(|&&(blocks, _)| fits(blocks));
+        let blocks = on_chip.or(sizes.next()).map(|&(blocks, _)| blocks);
+        planned = blocks.or(forced.map(|_| 2)).map(|blocks| {
+            let copied = fits(blocks).then(|| slice_bytes(blocks) as u32);
+            (Form::Sm90, blocks, copied.unwrap_or(0))
+        });
     }
-    let form = match forced {
-        Some(Form::Sm80) => Form::Sm80,
-        Some(Form::Sm80Wide) => Form::Sm80Wide,
-        _ if rows <= multiprocessors => Form::Sm80Wide,
-        _ => Form::Sm80,
-    };
+    let (form, blocks, copied) = planned.unwrap_or_else(|| {
+        let form = match forced {
+            Some(Form::Sm80) => Form::Sm80,
+            Some(Form::Sm80Wide) => Form::Sm80Wide,
+            _ if rows <= facts.multiprocessors => Form::Sm80Wide,
+            _ => Form::Sm80,
+        };
+        (form, 1, 0)
+    });
     let Demand {
         threads,
         shared_bytes,
     } = demand(form);
     let teams = Teams {
         rows: rows as u32,
-        blocks: 1,
+        blocks,
         threads,
-        shared_bytes,
+        shared_bytes: shared_bytes + copied,
     };
-    Ok((form, teams))
+    let kernel = family.kernel(device, dtype, form, teams.shared_bytes)?;
+    Ok((kernel, teams))
 }
 
 /// A kernel, ready to be launched on its device's stream.
@@ -310,6 +369,20 @@ pub(crate) struct Teams {
     pub shared_bytes: u32,
 }
 
+fn cluster_of(blocks: u32) -> sys::CUlaunchAttribute {
+    let mut cluster = sys::CUlaunchAttribute {
+        id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { pad: [0; 64] },
+    };
+    cluster.value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
+        x: blocks,
+        y: 1,
+        z: 1,
+    };
+    cluster
+}
+
 impl Kernel {
     /// Lets clusters have 16 blocks, beyond the 8 that every device of compute capability 9.0 has.
     pub fn allow_large_clusters(&self) -> Result<()> {
@@ -319,6 +392,48 @@ impl Kernel {
                 1,
             )
             .w()
+    }
+
+    /// How many clusters of so many blocks run at once, with as much shared memory as a block may have.
+    fn clusters(&self, blocks: u32, threads: u32) -> Result<usize> {
+        self.stream.context().bind_to_thread().w()?;
+        let shared_bytes = self
+            .function
+            .get_attribute(FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
+            .w()?;
+        let mut cluster = cluster_of(blocks);
+        let config = self.config(
+            Teams {
+                rows: 1,
+                blocks,
+                threads,
+                shared_bytes: shared_bytes as u32,
+            },
+            &mut cluster,
+        );
+        let mut most = 0;
+        // SAFETY: the function is alive in `self`, and the driver reads what is passed.
+        unsafe {
+            sys::cuOccupancyMaxActiveClusters(&mut most, self.function.cu_function(), &config)
+        }
+        .result()
+        .w()?;
+        Ok(most as usize)
+    }
+
+    fn config(&self, teams: Teams, cluster: &mut sys::CUlaunchAttribute) -> sys::CUlaunchConfig {
+        sys::CUlaunchConfig {
+            gridDimX: teams.rows * teams.blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: teams.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: teams.shared_bytes,
+            hStream: self.stream.cu_stream(),
+            attrs: cluster,
+            numAttrs: (teams.blocks > 1) as u32,
+        }
     }
 
     /// Launches the kernel. (cudarc's own launch knows no clusters but those that a kernel is
@@ -333,28 +448,8 @@ impl Kernel {
         mut arguments: [*const c_void; N],
     ) -> Result<()> {
         self.stream.context().bind_to_thread().w()?;
-        let mut cluster = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { pad: [0; 64] },
-        };
-        cluster.value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
-            x: teams.blocks,
-            y: 1,
-            z: 1,
-        };
-        let config = sys::CUlaunchConfig {
-            gridDimX: teams.rows * teams.blocks,
-            gridDimY: 1,
-            gridDimZ: 1,
-            blockDimX: teams.threads,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: teams.shared_bytes,
-            hStream: self.stream.cu_stream(),
-            attrs: &mut cluster,
-            numAttrs: (teams.blocks > 1) as u32,
-        };
+        let mut cluster = cluster_of(teams.blocks);
+        let config = self.config(teams, &mut cluster);
         // SAFETY: function and stream are alive in `self`; the rest is the caller's promise. The
         // driver reads the arguments and writes none.
         unsafe {
@@ -371,11 +466,37 @@ impl Kernel {
 }
 
 impl Module {
+    /// The machine code, loaded, where the build has made any for the device and the driver takes it.
+    /// (Candle loads PTX alone.)
+    fn assembled(&self, device: &CudaDevice) -> Result<Option<Arc<CudaModule>>> {
+        type Loaded = BTreeMap<(usize, &'static str), Option<Arc<CudaModule>>>;
+        static LOADED: Mutex<Loaded> = Mutex::new(BTreeMap::new());
+        let stream = device.cuda_stream();
+        let context = stream.context();
+        let Some(code) = self.cubin else {
+            return Ok(None);
+        };
+        let key = (context.cu_ctx().addr(), self.name);
+        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = loaded.get(&key) {
+            return Ok(module.clone());
+        }
+        let module = match context.compute_capability().w()? == cubin::CAPABILITY {
+            true => context.load_module(Ptx::from_binary(code.to_vec())).ok(),
+            false => None,
+        };
+        loaded.insert(key, module.clone());
+        Ok(module)
+    }
+
     /// The kernel `name`, with this much dynamic shared memory allowed and perhaps more.
     pub fn kernel(&self, device: &CudaDevice, name: &str, shared_bytes: u32) -> Result<Kernel> {
-        let function = device
-            .get_or_load_custom_func(name, self.name, self.ptx)?
-            .into_cuda_function();
+        let function = match self.assembled(device)? {
+            Some(module) => module.load_function(name).w()?,
+            None => device
+                .get_or_load_custom_func(name, self.name, self.ptx)?
+                .into_cuda_function(),
+        };
         // What a kernel gets without being asked for is 48 KB, its static part included. Where it needs
         // more it is allowed all there is: a limit of each launch's own would be another thread's too.
         const GRANTED: u32 = 40 * 1024;
@@ -440,6 +561,21 @@ pub fn preload(device: &Device, dtype: DType) -> Result<()> {
         }
     }
     REPEAT_PENALTY.kernel(device, "repeat_penalty", 0)?;
-    crate::selection::preload(device, dtype)?;
-    crate::attention::preload(device, dtype)
+    crate::selection::preload(device, dtype)
+}
+
+/// Loads the kernels of [`attention`](crate::attention) for queries of this dtype (F32, F16, BF16 or
+/// F8E4M3) onto a CUDA device, and those that select among its scores.
+///
+/// # Errors
+/// As [`preload`].
+pub fn preload_attention(device: &Device, dtype: DType) -> Result<()> {
+    let Device::Cuda(device) = device else {
+        bail!(
+            "preload_attention: the device is {:?}, a CUDA device is needed",
+            device.location()
+        )
+    };
+    crate::attention::preload(device, dtype)?;
+    crate::selection::preload(device, DType::F32)
 }

@@ -39,9 +39,7 @@ fn kernel(
     let width = 16 / dtype.size_in_bytes();
     let vectors = (rows.vocab + 2 * (width - 1)) / width;
     let slice_bytes = |blocks: u32| vectors.div_ceil(blocks as usize) as u64 * 16;
-    let (form, teams) = cuda::teams(device, rows.batch, demand, slice_bytes)?;
-    let kernel = family.kernel(device, dtype, form, teams.shared_bytes)?;
-    Ok((kernel, teams))
+    cuda::teams(device, family, dtype, rows.batch, demand, slice_bytes)
 }
 
 /// `Request` in `kernels/sampling/truncate.cuh`.

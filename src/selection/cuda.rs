@@ -84,6 +84,7 @@ pub(super) fn device_props(device: &CudaDevice) -> Result<DeviceProps> {
 
 fn kernel(device: &CudaDevice, dtype: DType, mapping: Mapping, shared: usize) -> Result<Kernel> {
     let (modules, name) = match mapping {
+        Mapping::Short => (SELECT, "select_short"),
         Mapping::Block => (SELECT, "select_block"),
         Mapping::Split(_) => (SELECT, "select_split"),
         Mapping::RowLocal => (SELECT, "select_row_local"),
@@ -98,7 +99,12 @@ fn kernel(device: &CudaDevice, dtype: DType, mapping: Mapping, shared: usize) ->
 
 /// Loads all kernels for scores of this dtype.
 pub(crate) fn preload(device: &CudaDevice, dtype: DType) -> Result<()> {
-    for mapping in [Mapping::Block, Mapping::Split(2), Mapping::RowLocal] {
+    for mapping in [
+        Mapping::Short,
+        Mapping::Block,
+        Mapping::Split(2),
+        Mapping::RowLocal,
+    ] {
         kernel(device, dtype, mapping, 0)?;
     }
     if runs_sm90(device)? {

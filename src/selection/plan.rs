@@ -42,11 +42,13 @@ impl DeviceProps {
 /// How rows are laid on blocks: section 4.5 and 5.5 of the paper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Mapping {
+    /// One block a row, which has all of it in its registers and counts it exactly, without a sample.
+    /// For rows of up to 8,192 F32 scores, or 16,384 of the others.
+    Short,
     /// One block a row, two to a multiprocessor: while one refines, the other streams. For many rows.
     Block,
-    /// One block a row, alone on its multiprocessor. Rows of up to 8,192 F32 scores,
-    /// or 16,384 of the others, are read once, into registers, and sampled there. For up to as many
-    /// rows as the device has multiprocessors.
+    /// One block a row, alone on its multiprocessor: for up to as many rows as the device has
+    /// multiprocessors.
     RowLocal,
     /// A few blocks a row, 2, 4, 8 or 16, that meet in the workspace; the last to
     /// arrive refines. On any device.
@@ -60,7 +62,7 @@ impl Mapping {
     /// Blocks of a row.
     pub fn blocks(self) -> u32 {
         match self {
-            Self::Block | Self::RowLocal => 1,
+            Self::Short | Self::Block | Self::RowLocal => 1,
             Self::Split(blocks) | Self::Cluster(blocks) => blocks,
         }
     }
@@ -141,6 +143,14 @@ pub struct Plan {
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self.mapping {
+            Mapping::Short => {
+                return write!(
+                    f,
+                    "short, {} blocks, {} KiB shared",
+                    self.grid,
+                    self.shared_bytes >> 10
+                )
+            }
             Mapping::Block => write!(f, "block")?,
             Mapping::RowLocal => write!(f, "row-local")?,
             Mapping::Split(blocks) => write!(f, "split-{blocks}")?,
@@ -171,8 +181,11 @@ impl fmt::Display for Plan {
 }
 
 /// Threads of a block: `kThreads` in the kernels' files.
-#[cfg(feature = "cuda")]
 pub(super) const THREADS: u32 = 512;
+/// The most scores that a block has in its registers: `kDepth` vectors a thread.
+fn held(dtype: DType) -> usize {
+    THREADS as usize * 4 * 16 / dtype.size_in_bytes()
+}
 /// Candidates beyond K that fit on chip: at least a vector of 8 for each of 512 threads, so that
 /// after the cutoff is raised one more always fits.
 const SLACK: usize = 4096;
@@ -182,6 +195,9 @@ const _: () = assert!(
 );
 /// Bins of the histograms: `kBins` in `kernels/selection/select.cuh`.
 const BINS: usize = 2048;
+
+/// Vectors in the queues of all warps: `kQueue` there, for each.
+const QUEUED: usize = 64 * THREADS as usize / 32;
 
 /// Words of the workspace for each block: `kHeader` and the candidates of `SLACK`.
 const SEGMENT_BYTES: usize = 64 + 8 * SLACK;
@@ -234,7 +250,7 @@ pub fn plan(request: &PlanRequest) -> Result<Plan> {
         Some(stride) => {
             bail!("{OP}: the sampling stride is {stride}, a power of two from 1 to 256 is accepted")
         }
-        None => stride(mapping, n, dtype),
+        None => stride(mapping, n),
     };
     if let Some(margin) = overrides.margin {
         if !(1.0..=4.0).contains(&margin) {
@@ -259,11 +275,11 @@ pub fn plan(request: &PlanRequest) -> Result<Plan> {
     })
 }
 
-/// `Shared` in `kernels/selection/select.cuh`: two histograms, the candidates, as many again where
+/// `Shared` in `kernels/selection/select.cuh`: two histograms, the queues' numbers, the candidates, as many again where
 /// the other blocks of a cluster send theirs, and the order of the selected.
 fn shared_bytes(mapping: Mapping, k: usize, capacity: usize) -> usize {
     let inbox = matches!(mapping, Mapping::Cluster(_)) as usize;
-    2 * 4 * BINS + (1 + inbox) * 8 * capacity + 2 * k.next_power_of_two().max(64)
+    2 * 4 * BINS + 4 * QUEUED + (1 + inbox) * 8 * capacity + 2 * k.next_power_of_two().max(64)
 }
 
 fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
@@ -283,46 +299,58 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
         Mapping::Split(_) | Mapping::Cluster(_) => {
             bail!("{OP}: {blocks} blocks a row are planned, 2, 4, 8 or 16 are accepted")
         }
-        Mapping::Block | Mapping::RowLocal => Ok(mapping),
+        Mapping::Short if request.n > held(request.dtype) => bail!(
+            "{OP}: rows of {} scores are planned to be held by a block each, which holds up to {}",
+            request.n,
+            held(request.dtype)
+        ),
+        Mapping::Short | Mapping::Block | Mapping::RowLocal => Ok(mapping),
     }
 }
 
-// What follows was measured on an H200 (benches/selection.rs; f32, K = 2048, raised ends; us):
+// What follows was measured on an H200 (f32, K = 2048, raised ends; us of a graph's replay):
 //
-// |   M |    N | mapping                          |       |
-// |-----|------|----------------------------------|-------|
-// |   1 | 128K | cluster of 16                    |  19.9 |
-// |   1 | 128K | cluster of 8                     |  20.1 |
-// |   8 | 128K | cluster of 16: not all at once   |  31.8 |
-// |   8 | 128K | cluster of 8                     |  20.8 |
-// |  64 | 128K | cluster of 4: two rounds         |  53.9 |
-// |  64 | 128K | cluster of 2                     |  32.1 |
-// | 128 | 128K | cluster of 2: two rounds         |  57.6 |
-// | 128 | 128K | block a row, alone               |  35.1 |
-// | 128 | 128K | block a row, room for two        |  48.6 |
-// | 512 | 128K | block a row, two at once, s = 64 |  97.6 |
-// | 512 | 128K | the same, s = 128                | 138.3 |
+// |   M |    N | mapping                               |       |
+// |-----|------|---------------------------------------|-------|
+// |   1 | 128K | cluster of 16                         |  12.6 |
+// |   1 | 128K | cluster of 8                          |  13.2 |
+// |   8 |  64K | cluster of 8                          |  12.5 |
+// |  16 |  64K | cluster of 8: not all at once         |  25.1 |
+// |  32 |  32K | cluster of 4: not all at once         |  18.9 |
+// |  32 |  32K | cluster of 2                          |  14.2 |
+// |  64 | 128K | cluster of 2                          |  24.2 |
+// | 128 | 128K | block a row, alone                    |  32.1 |
+// | 128 | 128K | block a row, room for two             |  32.9 |
+// | 512 | 128K | block a row, two at once, s = 64      |  94.3 |
 //
-// (All but the lines of two blocks at once with blocks of 1,024 threads, which took longer than those
-// of 512 do since: to be measured again.)
-//
-// So all blocks of a launch run at once, one to a multiprocessor, as long as there are so few; a
-// sample of 1/128 of a row of 128K proposes so loosely that some lists overflow.
+// (The line of 16 rows is of an earlier form of the kernels.) So all blocks of a launch run at once, one
+// to a multiprocessor, as long as there are so few. A cluster lies in one group of multiprocessors, which
+// have 16 or so of them, and some fewer: large clusters do not fill the device.
 
 /// The shortest part of a row that is worth a block of its own.
 const SLICE: usize = 8192;
 
 fn mapping(request: &PlanRequest) -> Mapping {
-    let PlanRequest { m, n, device, .. } = *request;
+    let PlanRequest {
+        m,
+        n,
+        dtype,
+        device,
+        ..
+    } = *request;
+    if n <= held(dtype) {
+        return Mapping::Short;
+    }
     let slices = |blocks: &usize| blocks * SLICE <= n.next_power_of_two();
     if device.cluster > 0 && device.capability == (9, 0) {
-        // A block takes a multiprocessor. Clusters of 16 fit into few places.
-        let blocks = match m {
-            0..=4 => &[16, 8, 4, 2][..],
-            _ => &[8, 4, 2],
+        // A block takes a multiprocessor.
+        let room = |blocks: &usize| match blocks {
+            16 => device.multiprocessors / 2,
+            2 => device.multiprocessors,
+            _ => device.multiprocessors * 6 / 7,
         };
-        let fits = |blocks: &usize| blocks * m <= device.multiprocessors && slices(blocks);
-        if let Some(blocks) = blocks.iter().copied().find(fits) {
+        let fits = |blocks: &usize| blocks * m <= room(blocks) && slices(blocks);
+        if let Some(blocks) = [16, 8, 4, 2].into_iter().find(fits) {
             return Mapping::Cluster(blocks.min(device.cluster) as u32);
         }
     } else {
@@ -337,14 +365,13 @@ fn mapping(request: &PlanRequest) -> Mapping {
     }
 }
 
-fn stride(mapping: Mapping, n: usize, dtype: DType) -> u32 {
+fn stride(mapping: Mapping, n: usize) -> u32 {
     match (mapping, n) {
-        // One score of each vector in the registers.
-        (Mapping::RowLocal, 0..=8192) => 16 / dtype.size_in_bytes() as u32,
         (_, 0..=16_384) => 8,
         (_, 16_385..=65_536) => 16,
-        (Mapping::Cluster(8..), 65_537..=262_144) => 32,
-        _ => 64,
+        // Many rows keep the bandwidth busy meanwhile.
+        (Mapping::Block, _) | (_, 131_073..) => 64,
+        _ => 32,
     }
 }
 
@@ -411,8 +438,12 @@ mod tests {
     fn mappings() -> Result<()> {
         let h200 =
             |m, n| Ok::<_, candle_core::Error>(plan(&request(m, n, DeviceProps::H200))?.mapping);
-        assert_eq!(h200(1, 8192)?, Mapping::RowLocal);
+        assert_eq!(h200(1, 8192)?, Mapping::Short);
+        assert_eq!(h200(8192, 8192)?, Mapping::Short);
         assert_eq!(h200(1, 131_072)?, Mapping::Cluster(16));
+        assert_eq!(h200(8, 131_072)?, Mapping::Cluster(8));
+        assert_eq!(h200(16, 131_072)?, Mapping::Cluster(4));
+        assert_eq!(h200(32, 131_072)?, Mapping::Cluster(2));
         assert_eq!(h200(64, 131_072)?, Mapping::Cluster(2));
         assert_eq!(h200(128, 131_072)?, Mapping::RowLocal);
         assert_eq!(h200(512, 131_072)?, Mapping::Block);
