@@ -421,13 +421,13 @@ __device__ void attend(const Request &r, uint32_t base, Rest &rest, int tid) {
         if (!ODD && pairs > 0) {
             side_scores(0, 0);
             side_scores(1, 1);
-            wgmma_wait<0>();
+            wgmma_wait<0>(s);
         }
         for (int n = 0; n < pairs; n++) {
             if (ODD) {
                 side_scores(1, 0);
                 side_scores(0, 1);
-                wgmma_wait<0>();
+                wgmma_wait<0>(s);
             }
             wait(rest.known[OWN], parity);
             uint32_t exists[2] = {rest.exists[OWN][0], rest.exists[OWN][1]};
@@ -490,11 +490,11 @@ __device__ void attend(const Request &r, uint32_t base, Rest &rest, int tid) {
                 wgmma_commit();
                 wgmma_wait<1>();
                 free(OWN);
-                wgmma_wait<0>();
+                wgmma_wait<0>(o);
                 free(OTHER);
                 parity ^= 1;
             } else {
-                wgmma_wait<0>();
+                wgmma_wait<0>(o);
                 free(OWN);
                 meet(ODD_MAX);
 #pragma unroll
@@ -524,12 +524,12 @@ __device__ void attend(const Request &r, uint32_t base, Rest &rest, int tid) {
                 if (n + 1 < pairs) {
                     // The scores of the next pair are computed meanwhile.
                     side_scores(0, 0);
-                    wgmma_wait<1>();
+                    wgmma_wait<1>(o);
                     free(OTHER);
                     side_scores(1, 1);
-                    wgmma_wait<0>();
+                    wgmma_wait<0>(s);
                 } else {
-                    wgmma_wait<0>();
+                    wgmma_wait<0>(o);
                     free(OTHER);
                 }
             }

@@ -307,7 +307,7 @@ template <typename T, int D> __device__ void run(const Request &r) {
                                 uint64_t above = from <= 0 ? ~0ull : from < 64 ? ~0ull << from : 0;
                                 seen[i] = exists & below & above;
                             }
-                            wgmma_wait<0>();
+                            wgmma_wait<0>(s);
                             bool whole = __all_sync(~0u, (seen[0] & seen[1]) == ~0ull);
                             float both[2] = {max[0], max[1]}, scale[2];
                             int column = lane % 4 * 2;
@@ -352,7 +352,7 @@ template <typename T, int D> __device__ void run(const Request &r) {
                                          matrix(v + i % 4 * 2048, TILE));
                             }
                             wgmma_commit();
-                            wgmma_wait<0>();
+                            wgmma_wait<0>(o);
                         }
                         __syncwarp();
                         if (lane == 0) arrive(rest.empty[stage]);

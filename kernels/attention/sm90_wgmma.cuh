@@ -19,8 +19,16 @@ __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" 
 __device__ inline void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-template <int N> __device__ inline void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+// Until all but the newest NEWER groups of products are there.
+template <int NEWER> __device__ inline void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NEWER) : "memory");
+}
+// The same, with all of those that `c` takes.
+template <int NEWER, int N> __device__ inline void wgmma_wait(float (&c)[N]) {
+    wgmma_wait<NEWER>();
+    // The registers are written behind the compiler's back: none is read before.
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(c[i])::"memory");
 }
 
 // Scores of 16 dimensions, added to what there is or not.
