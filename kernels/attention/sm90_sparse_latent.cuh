@@ -14,7 +14,8 @@
 //    which lies in its slot of the workspace.
 
 #pragma once
-#include "sm90_wgmma.cuh"
+#include "../common/pipeline.cuh"
+#include "../common/products_across.cuh"
 #include "sparse.cuh"
 
 namespace sparse::latent {
@@ -57,30 +58,10 @@ struct Rest {
   float sums[2][64];
 };
 
-__device__ inline uint32_t address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-__device__ inline void init(uint64_t& barrier, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(&barrier)), "r"(count) : "memory");
-}
-__device__ inline void arrive(uint64_t& barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(address(&barrier)) : "memory");
-}
-// Arrives when the thread's copies so far are there.
-__device__ inline void arrive_copied(uint64_t& barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address(&barrier)) : "memory");
-}
-__device__ inline void wait(uint64_t& barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "again:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
-      "@!p bra again;\n}" ::"r"(address(&barrier)),
-      "r"(parity)
-      : "memory");
-}
 // Meetings of the two warpgroups.
 enum Meeting { kEvenMax = 1, kOddMax, kEvenThere, kOddThere, kBoth };
 __device__ inline void meet(int meeting) { asm volatile("bar.sync %0, 256;" ::"r"(meeting) : "memory"); }
 __device__ inline void tell(int meeting) { asm volatile("bar.arrive %0, 256;" ::"r"(meeting) : "memory"); }
-__device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The tiles of a part of a key, eight numbers of each, to shared memory, or zeros.
 template <uint32_t kPart, int kTiles, int T = 0>
@@ -104,9 +85,7 @@ __device__ inline void fetch_singly(uint32_t to, const uint16_t* from, bool exis
     uint32_t x[4] = {};
     if (exists)
       for (int i = 0; i < 4; i++) x[i] = from[t * 64 + 2 * i] | uint32_t(from[t * 64 + 2 * i + 1]) << 16;
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + t * kTile), "r"(x[0]), "r"(x[1]), "r"(x[2]),
-                 "r"(x[3])
-                 : "memory");
+    put_16(to + t * kTile, make_uint4(x[0], x[1], x[2], x[3]));
   }
 }
 
@@ -178,16 +157,16 @@ __device__ void gather(const Request& r, uint32_t base, Rest& rest, int half, in
       uint32_t exists = __ballot_sync(~0u, at >= 0);
       // Even blocks begin with what is needed first, odd ones with what is freed first.
       constexpr int kFirst = kWhich, kSecond = 1 - kWhich;
-      wait(rest.free[kWhich][kFirst], parity);
+      barrier_wait(shared_address(&rest.free[kWhich][kFirst]), parity);
       if (lane == 0) {
         rest.exists[kWhich][half] = exists;
-        arrive(rest.known[kWhich]);
+        barrier_arrive(shared_address(&rest.known[kWhich]));
       }
       gather_part<T, M::part(kWhich, kFirst), M::kTiles>(keys, somewhere, at, to, aligned, policy, lane);
-      arrive_copied(rest.ready[kWhich][kFirst]);
-      wait(rest.free[kWhich][kSecond], parity);
+      barrier_arrive_after_copies(shared_address(&rest.ready[kWhich][kFirst]));
+      barrier_wait(shared_address(&rest.free[kWhich][kSecond]), parity);
       gather_part<T, M::part(kWhich, kSecond), M::kTiles>(keys, somewhere, at, to, aligned, policy, lane);
-      arrive_copied(rest.ready[kWhich][kSecond]);
+      barrier_arrive_after_copies(shared_address(&rest.ready[kWhich][kSecond]));
       parity ^= 1;
     }
   }
@@ -357,20 +336,21 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
 
   float o[128], s[32];
   auto side_scores = [&](int side, int add) {
-    wait(rest.ready[kOwn][side], parity);
+    barrier_wait(shared_address(&rest.ready[kOwn][side]), parity);
     fence_async();
-    wgmma_fence();
+    products_begin();
 #pragma unroll
     for (int t = 0; t < M::kTiles; t++)
 #pragma unroll
       for (int k = 0; k < (M::part(kOwn, side) >> t & 1 ? 4 : 0); k++) {
-        score<T>(s, matrix(base + t * kTile + 32 * k, 0), matrix(own_block + t * kTile + 32 * k, 0), add);
+        multiply_64<T>(s, operand_in_blocks(base + t * kTile + 32 * k),
+                       operand_in_blocks(own_block + t * kTile + 32 * k), add);
         add = 1;
       }
-    wgmma_commit();
+    products_commit();
   };
   auto free = [&](int which) {
-    if (lane == 0) arrive(rest.free[which][kSide]);
+    if (lane == 0) barrier_arrive(shared_address(&rest.free[which][kSide]));
   };
 
   for (int64_t job = blockIdx.x; job < Job::count(r); job += gridDim.x) {
@@ -400,15 +380,15 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
     if (!kOdd && pairs > 0) {
       side_scores(0, 0);
       side_scores(1, 1);
-      wgmma_wait<0>(s);
+      products_wait_but<0>(s);
     }
     for (int n = 0; n < pairs; n++) {
       if (kOdd) {
         side_scores(1, 0);
         side_scores(0, 1);
-        wgmma_wait<0>(s);
+        products_wait_but<0>(s);
       }
-      wait(rest.known[kOwn], parity);
+      barrier_wait(shared_address(&rest.known[kOwn]), parity);
       uint32_t exists[2] = {rest.exists[kOwn][0], rest.exists[kOwn][1]};
       float both[2] = {minus_infinity(), minus_infinity()}, scale[2];
 #pragma unroll
@@ -448,31 +428,31 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
       if (!kOdd) tell(kEvenMax);
 
       // The own weights, by registers.
-      wgmma_fence();
+      products_begin();
 #pragma unroll
       for (int i = 0; i < 4 * kTerms; i++) {
         const uint32_t* x = &p[i / 4][4 * (i % 4)];
-        weigh<T>(o, x[0], x[1], x[2], x[3], matrix(own_values + i % 4 * 2048, kTile));
+        multiply_across<T>(o, x[0], x[1], x[2], x[3], operand_in_blocks(own_values + i % 4 * 2048, kTile));
       }
-      wgmma_commit();
+      products_commit();
       if (kOdd) {
 #pragma unroll
         for (int term = 0; term < kTerms; term++) store_weights(base + M::weights(1, term), p[term], warp, lane);
         tell(kOddThere);
         meet(kEvenThere);
-        wgmma_fence();
+        products_begin();
 #pragma unroll
         for (int i = 0; i < 4 * kTerms; i++)
-          weigh<T>(o, matrix(base + M::weights(0, i / 4) + 32 * (i % 4), 0),
-                   matrix(other_values + i % 4 * 2048, kTile));
-        wgmma_commit();
-        wgmma_wait<1>();
+          multiply_across<T>(o, operand_in_blocks(base + M::weights(0, i / 4) + 32 * (i % 4)),
+                             operand_in_blocks(other_values + i % 4 * 2048, kTile));
+        products_commit();
+        products_wait_but<1>();
         free(kOwn);
-        wgmma_wait<0>(o);
+        products_wait_but<0>(o);
         free(kOther);
         parity ^= 1;
       } else {
-        wgmma_wait<0>(o);
+        products_wait_but<0>(o);
         free(kOwn);
         meet(kOddMax);
 #pragma unroll
@@ -491,22 +471,22 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
         tell(kEvenThere);
         scale_values(o, scale);
         meet(kOddThere);
-        wgmma_fence();
+        products_begin();
 #pragma unroll
         for (int i = 0; i < 4 * kTerms; i++)
-          weigh<T>(o, matrix(base + M::weights(1, i / 4) + 32 * (i % 4), 0),
-                   matrix(other_values + i % 4 * 2048, kTile));
-        wgmma_commit();
+          multiply_across<T>(o, operand_in_blocks(base + M::weights(1, i / 4) + 32 * (i % 4)),
+                             operand_in_blocks(other_values + i % 4 * 2048, kTile));
+        products_commit();
         parity ^= 1;
         if (n + 1 < pairs) {
           // The scores of the next pair are computed meanwhile.
           side_scores(0, 0);
-          wgmma_wait<1>(o);
+          products_wait_but<1>(o);
           free(kOther);
           side_scores(1, 1);
-          wgmma_wait<0>(s);
+          products_wait_but<0>(s);
         } else {
-          wgmma_wait<0>(o);
+          products_wait_but<0>(o);
           free(kOther);
         }
       }
@@ -590,15 +570,15 @@ __device__ void run(const Request& r) {
   using M = Memory<kKeyDim>;
   extern __shared__ __align__(16) uint8_t memory[];
   // Rows are permuted by the lower bits of their address.
-  uint32_t start = address(memory), base = (start + 1023) / 1024 * 1024;
+  uint32_t start = shared_address(memory), base = (start + 1023) / 1024 * 1024;
   Rest& rest = *reinterpret_cast<Rest*>(memory + (base - start) + M::kRest);
   if (threadIdx.x == 0) {
     for (int which = 0; which < 2; which++) {
       for (int side = 0; side < 2; side++) {
-        init(rest.ready[which][side], 64);
-        init(rest.free[which][side], 4);
+        barrier_init(shared_address(&rest.ready[which][side]), 64);
+        barrier_init(shared_address(&rest.free[which][side]), 4);
       }
-      init(rest.known[which], 2);
+      barrier_init(shared_address(&rest.known[which]), 2);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async();

@@ -12,7 +12,8 @@
 //    computed again, alone, from the keys that it attends to and zeros.
 
 #pragma once
-#include "sm90_wgmma.cuh"
+#include "../common/pipeline.cuh"
+#include "../common/products_across.cuh"
 #include "sparse.cuh"
 
 namespace sparse::tile {
@@ -46,20 +47,6 @@ constexpr int bytes() {
   return Memory<D>::kRest + int(sizeof(Rest)) + 1024;
 }
 
-__device__ inline uint32_t address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-__device__ inline void arrive(uint64_t& barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(address(&barrier)) : "memory");
-}
-__device__ inline void wait(uint64_t& barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "again:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
-      "@!p bra again;\n}" ::"r"(address(&barrier)),
-      "r"(parity)
-      : "memory");
-}
-__device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // 16 bytes of each 64 columns of a vector, or zeros. They need not lie at a multiple of 16 bytes.
 template <int kTiles>
 __device__ inline void fetch(uint32_t to, const uint16_t* from, bool exists, bool aligned) {
@@ -72,9 +59,7 @@ __device__ inline void fetch(uint32_t to, const uint16_t* from, bool exists, boo
     uint32_t x[4] = {};
     if (exists)
       for (int i = 0; i < 4; i++) x[i] = from[t * 64 + 2 * i] | uint32_t(from[t * 64 + 2 * i + 1]) << 16;
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + t * kTile), "r"(x[0]), "r"(x[1]), "r"(x[2]),
-                 "r"(x[3])
-                 : "memory");
+    put_16(to + t * kTile, make_uint4(x[0], x[1], x[2], x[3]));
   }
 }
 
@@ -84,7 +69,7 @@ __device__ void run(const Request& r) {
   constexpr int kTerms = Terms<T>::kCount;
   extern __shared__ __align__(16) uint8_t memory[];
   // Rows of matrices are permuted by the lower bits of their address.
-  uint32_t start = address(memory), base = (start + 1023) / 1024 * 1024;
+  uint32_t start = shared_address(memory), base = (start + 1023) / 1024 * 1024;
   Rest& rest = *reinterpret_cast<Rest*>(memory + (base - start) + M::kRest);
   int tid = threadIdx.x, lane = tid % 32;
   int group = __shfl_sync(~0u, tid / 128, 0), warp = __shfl_sync(~0u, tid / 32, 0);
@@ -104,8 +89,8 @@ __device__ void run(const Request& r) {
   }
   if (tid == 0) {
     for (int i = 0; i < M::kStages; i++) {
-      asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(&rest.full[i])), "r"(128 + 4) : "memory");
-      asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(&rest.empty[i])), "r"(8) : "memory");
+      barrier_init(shared_address(&rest.full[i]), 128 + 4);
+      barrier_init(shared_address(&rest.empty[i]), 8);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     rest.pending = rows == 64 ? ~0ull : (1ull << rows) - 1;
@@ -218,7 +203,7 @@ __device__ void run(const Request& r) {
           while (bits) {
             int64_t block = origin + word * 32 + __ffs(bits) - 1;
             bits &= bits - 1;
-            wait(rest.empty[stage], parity ^ 1);
+            barrier_wait(shared_address(&rest.empty[stage]), parity ^ 1);
             uint32_t to = base + M::kRing + stage * M::kStage;
             uint64_t exists = 0;
 #pragma unroll
@@ -244,10 +229,9 @@ __device__ void run(const Request& r) {
             if ((r.aligned & 6) != 6) fence_async();
             if (lane == 0) {
               rest.exists[stage][own_warp] = exists;
-              arrive(rest.full[stage]);
+              barrier_arrive(shared_address(&rest.full[stage]));
             }
-            asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address(&rest.full[stage]))
-                         : "memory");
+            barrier_arrive_after_copies(shared_address(&rest.full[stage]));
             if (++stage == M::kStages) {
               stage = 0;
               parity ^= 1;
@@ -261,18 +245,18 @@ __device__ void run(const Request& r) {
           while (bits) {
             int bit = __ffs(bits) - 1;
             bits &= bits - 1;
-            wait(rest.full[stage], parity);
+            barrier_wait(shared_address(&rest.full[stage]), parity);
             if (mine >> bit & 1) {
               fence_async();
               uint32_t k = base + M::kRing + stage * M::kStage;
               uint32_t v = k + M::kTiles * kTile;
               float s[32];
-              wgmma_fence();
+              products_begin();
 #pragma unroll
               for (int i = 0; i < 4 * M::kTiles; i++)
-                score<T>(s, matrix(base + (group * M::kTiles + i / 4) * kTile + 32 * (i % 4), 0),
-                         matrix(k + i / 4 * kTile + 32 * (i % 4), 0), i > 0);
-              wgmma_commit();
+                multiply_64<T>(s, operand_in_blocks(base + (group * M::kTiles + i / 4) * kTile + 32 * (i % 4)),
+                               operand_in_blocks(k + i / 4 * kTile + 32 * (i % 4)), i > 0);
+              products_commit();
               uint64_t exists =
                   rest.exists[stage][0] | rest.exists[stage][1] | rest.exists[stage][2] | rest.exists[stage][3];
               int64_t position = (origin + word * 32 + bit) * kKeys;
@@ -288,7 +272,7 @@ __device__ void run(const Request& r) {
                 uint64_t above = from <= 0 ? ~0ull : from < 64 ? ~0ull << from : 0;
                 seen[i] = exists & below & above;
               }
-              wgmma_wait<0>(s);
+              products_wait_but<0>(s);
               bool whole = __all_sync(~0u, (seen[0] & seen[1]) == ~0ull);
               float both[2] = {max[0], max[1]}, scale[2];
               int column = lane % 4 * 2;
@@ -321,17 +305,17 @@ __device__ void run(const Request& r) {
                 p[0][i / 2] = pair<T>(x, y);
                 if constexpr (kTerms == 2) p[1][i / 2] = second_term(x, y, p[0][i / 2]);
               }
-              wgmma_fence();
+              products_begin();
 #pragma unroll
               for (int i = 0; i < 4 * kTerms; i++) {
                 const uint32_t* x = &p[i / 4][4 * (i % 4)];
-                weigh<T>(o, x[0], x[1], x[2], x[3], matrix(v + i % 4 * 2048, kTile));
+                multiply_across<T>(o, x[0], x[1], x[2], x[3], operand_in_blocks(v + i % 4 * 2048, kTile));
               }
-              wgmma_commit();
-              wgmma_wait<0>(o);
+              products_commit();
+              products_wait_but<0>(o);
             }
             __syncwarp();
-            if (lane == 0) arrive(rest.empty[stage]);
+            if (lane == 0) barrier_arrive(shared_address(&rest.empty[stage]));
             if (++stage == M::kStages) {
               stage = 0;
               parity ^= 1;

@@ -12,13 +12,11 @@
 //    is skipped.
 
 #pragma once
+#include "../common/pipeline.cuh"
+#include "../common/products.cuh"
 #include "sparse.cuh"
 
 namespace sparse {
-
-__device__ inline uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 
 // Eight numbers to shared memory one by one, of which the first so many exist and the others are 0.
 template <typename T>
@@ -29,8 +27,7 @@ __device__ inline void copy(uint32_t to, const T* from, int exist) {
     float high = 2 * i + 1 < exist ? wide(from[2 * i + 1]) : 0.f;
     x[i] = pair<T>(low, high);
   }
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
+  put_16(to, make_uint4(x[0], x[1], x[2], x[3]));
 }
 
 template <int kSlice, int kSlices>
@@ -64,39 +61,6 @@ __device__ inline void gather_rows(uint32_t to, const T* from, const T* somewher
       }
     }
   }
-}
-
-__device__ inline void load_matrices(uint32_t (&x)[4], uint32_t at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(at)
-               : "memory");
-}
-
-__device__ inline void load_transposed(uint32_t (&x)[4], uint32_t at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(at)
-               : "memory");
-}
-
-template <typename T>
-__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
-template <>
-__device__ inline void multiply<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
-      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ inline void multiply<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
-      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // kKeyDim, kValueDim: the greatest dimensions of keys and values, multiples of 64; shorter ones are filled up
@@ -166,7 +130,7 @@ __device__ void attend_mma(const Request& r) {
                                                                        queries, r.value_dim, whole_values, tid,
                                                                        [&](int key) { return at[key]; });
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    copies_commit();
   };
   auto number = [&](int block) { return begin + int64_t(block) * kKeys + tid; };
   auto place = [&](int block, int64_t position, int64_t outer) {
@@ -206,7 +170,7 @@ __device__ void attend_mma(const Request& r) {
   bool any = false;  // of this segment's keys, so far
 
   for (int block = 0; block < blocks; block++) {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    copies_wait<0>();
     bool valid = finds && key_at[block % S::kRing * kKeys + tid] >= 0;
     bool seen = __syncthreads_or(valid);
     if (block + 1 < blocks) gather(block + 1);
@@ -228,8 +192,8 @@ __device__ void attend_mma(const Request& r) {
           uint32_t a[4], b[4];
           load_matrices(a, query + 32 * k);
           load_matrices(b, key + 32 * k);
-          multiply<T>(score[0][k % 2], a, b[0], b[1]);
-          multiply<T>(score[1][k % 2], a, b[2], b[3]);
+          multiply_16x8<T>(score[0][k % 2], a, b[0], b[1]);
+          multiply_16x8<T>(score[1][k % 2], a, b[2], b[3]);
         }
       } else {
         uint32_t key = stage + (part * 8 + lane % 8) * S::kKeyPitch + lane / 8 * 16;
@@ -239,8 +203,8 @@ __device__ void attend_mma(const Request& r) {
           load_matrices(a, query + 32 * k);
           load_matrices(c, query + 32 * k + 32);
           load_matrices(b, key + 32 * k);
-          multiply<T>(score[0][0], a, b[0], b[1]);
-          multiply<T>(score[0][1], c, b[2], b[3]);
+          multiply_16x8<T>(score[0][0], a, b[0], b[1]);
+          multiply_16x8<T>(score[0][1], c, b[2], b[3]);
         }
       }
       float both[2] = {minus_infinity(), minus_infinity()};
@@ -301,12 +265,12 @@ __device__ void attend_mma(const Request& r) {
 #pragma unroll
         for (int j = 0; j < kColumns / 16; j++) {
           uint32_t b[4];
-          load_transposed(b, value + k * 16 * S::kValuePitch + 32 * j);
-          multiply<T>(sum[2 * j], a, b[0], b[1]);
-          multiply<T>(sum[2 * j + 1], a, b[2], b[3]);
+          load_matrices_across(b, value + k * 16 * S::kValuePitch + 32 * j);
+          multiply_16x8<T>(sum[2 * j], a, b[0], b[1]);
+          multiply_16x8<T>(sum[2 * j + 1], a, b[2], b[3]);
           if constexpr (Terms<T>::kCount == 2) {
-            multiply<T>(sum[2 * j], c, b[0], b[1]);
-            multiply<T>(sum[2 * j + 1], c, b[2], b[3]);
+            multiply_16x8<T>(sum[2 * j], c, b[0], b[1]);
+            multiply_16x8<T>(sum[2 * j + 1], c, b[2], b[3]);
           }
         }
       }
@@ -348,7 +312,7 @@ __device__ void attend_mma(const Request& r) {
       any = false;
     }
   }
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  copies_wait<0>();
 
   int column = part * kColumns + lane % 4 * 2;
   if (r.split) {
