@@ -43,6 +43,26 @@ impl<T: Element> Buffer<T> {
         })
     }
 
+    /// A buffer of `rows` times `each` elements, all of this value.
+    pub fn filled(
+        what: &'static str,
+        device: &Device,
+        value: T,
+        (rows, each): (usize, usize),
+    ) -> Result<Self> {
+        let mut values = Vec::new();
+        // `vec!` would abort the process.
+        let count = rows.checked_mul(each);
+        match count.map(|count| values.try_reserve_exact(count)) {
+            Some(Ok(())) => values.resize(rows * each, value),
+            _ => bail!(
+                "{what}: {rows} rows of {each} {:?} are asked for, there is not so much memory",
+                T::DTYPE
+            ),
+        }
+        Self::new(what, device, values)
+    }
+
     pub fn write(&mut self, start: usize, values: &[T]) -> Result<()> {
         match self {
             Self::Cpu(data) => {

@@ -11,8 +11,8 @@
 //     the threshold into shared memory, the candidates, and where top-p needs it, sums the weights
 //     of the rest in f32. A cluster that holds the whole row on chip needs no sample: the greatest
 //     logits of 128 parts of the row propose the threshold, and the pass reads shared memory.
-//  2. Where the cut lies among the best 128, a histogram of the candidates finds those, comparisons
-//     of all pairs rank them, and a scan gives the exact mass above each. The f32 sum decides a
+//  2. Where the cut lies among the best 128, a histogram of the candidates finds those, and comparisons
+//     of all pairs rank them and add up the exact mass above each. The f32 sum decides a
 //     top-p only where its error bound admits one answer; else the exact sum is taken in a second
 //     pass. The bound is one on the rest's mass, which is small where the set is.
 //  3. Pivot search, for larger sets. Where the candidates hold the set (a hit), three pivots at a

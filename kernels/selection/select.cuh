@@ -774,7 +774,9 @@ struct Selector {
       if (x >= cut) append(atomicAdd(&state().count, 1), x, column);
     });
     // Rows that lie some power of two apart, and are read in step, would all want the same of memory's channels.
-    const int turn = kHeld ? 0 : (int)row * (5 * kDepth * kThreads) & ((1 << log_of(max(slice.end, 1))) - 1);
+    // Only of a block alone: others, which may collect anew, by themselves, must not have its part then.
+    const bool turns = !kHeld && slice.blocks == 1 && slice.end > 0;
+    const int turn = turns ? (int)row * (5 * kDepth * kThreads) & ((1 << log_of(slice.end)) - 1) : 0;
     const Stream<T> pass = {scores.whole(), slice.end, slice.step, turn, scores.column(0), cut, capacity()};
     // The queues lie where the sample's histogram was, which all have read, and where the leading one is to be.
     // Whole warps: all of one vote.

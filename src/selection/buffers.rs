@@ -104,8 +104,8 @@ impl SelectionBuffers {
     /// Buffers of `rows` rows of `k` positions. A row that no launch has reached is empty.
     ///
     /// # Errors
-    /// For no row or above 2^27 - 1, a `k` of 0 or above [`MAX_K`], and on a device that is neither
-    /// the CPU nor CUDA or has no memory left.
+    /// For no row or above 2^27 - 1, a `k` of 0 or above [`MAX_K`], more than there is memory for, and
+    /// on a device that is neither the CPU nor CUDA.
     pub fn new(rows: usize, k: usize, device: &Device) -> Result<Self> {
         if rows == 0 {
             bail!("{WHAT}: the number of rows is 0, at least 1 is needed")
@@ -118,8 +118,8 @@ impl SelectionBuffers {
             rows,
             k,
             device: device.clone(),
-            positions: Buffer::new(WHAT, device, vec![u32::MAX; rows * k])?,
-            counts: Buffer::new(WHAT, device, vec![0; rows])?,
+            positions: Buffer::filled(WHAT, device, u32::MAX, (rows, k))?,
+            counts: Buffer::filled(WHAT, device, 0, (rows, 1))?,
             values: None,
             routes: None,
         })
@@ -130,8 +130,9 @@ impl SelectionBuffers {
     /// # Errors
     /// Where the device has no memory for them.
     pub fn with_values(mut self) -> Result<Self> {
-        let none = vec![f32::NEG_INFINITY; self.rows * self.k];
-        self.values = Some(Buffer::new(WHAT, &self.device, none)?);
+        let shape = (self.rows, self.k);
+        let values = Buffer::filled(WHAT, &self.device, f32::NEG_INFINITY, shape)?;
+        self.values = Some(values);
         Ok(self)
     }
 
@@ -140,8 +141,8 @@ impl SelectionBuffers {
     /// # Errors
     /// Where the device has no memory for them.
     pub fn with_routes(mut self) -> Result<Self> {
-        let none = vec![0; self.rows * COUNTERS];
-        self.routes = Some(Buffer::new(WHAT, &self.device, none)?);
+        let routes = Buffer::filled(WHAT, &self.device, 0, (self.rows, COUNTERS))?;
+        self.routes = Some(routes);
         Ok(self)
     }
 

@@ -250,7 +250,7 @@ pub fn plan(request: &PlanRequest) -> Result<Plan> {
         Some(stride) => {
             bail!("{OP}: the sampling stride is {stride}, a power of two from 1 to 256 is accepted")
         }
-        None => stride(mapping, n),
+        None => stride(mapping, n, k),
     };
     if let Some(margin) = overrides.margin {
         if !(1.0..=4.0).contains(&margin) {
@@ -264,7 +264,7 @@ pub fn plan(request: &PlanRequest) -> Result<Plan> {
         stride,
         view: overrides.view.unwrap_or_default(),
         margin: overrides.margin,
-        deviations: deviations(mapping),
+        deviations: DEVIATIONS,
         band: overrides.band.unwrap_or(true),
         capacity,
         shared_bytes: shared_bytes(mapping, k, capacity),
@@ -312,23 +312,35 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
 //
 // |   M |    N | mapping                               |       |
 // |-----|------|---------------------------------------|-------|
-// |   1 | 128K | cluster of 16                         |  12.6 |
-// |   1 | 128K | cluster of 8                          |  13.2 |
-// |   8 |  64K | cluster of 8                          |  12.5 |
-// |  16 |  64K | cluster of 8: not all at once         |  25.1 |
-// |  32 |  32K | cluster of 4: not all at once         |  18.9 |
-// |  32 |  32K | cluster of 2                          |  14.2 |
-// |  64 | 128K | cluster of 2                          |  24.2 |
-// | 128 | 128K | block a row, alone                    |  32.1 |
-// | 128 | 128K | block a row, room for two             |  32.9 |
-// | 512 | 128K | block a row, two at once, s = 64      |  94.3 |
+// |   8 |  16K | cluster of 4                          |  11.7 |
+// |   8 |  16K | cluster of 2                          |  12.7 |
+// |   8 |  32K | cluster of 8                          |  11.6 |
+// |   8 |  32K | cluster of 4                          |  11.9 |
+// |   4 | 128K | cluster of 16                         |  12.0 |
+// |   4 | 128K | cluster of 8                          |  12.6 |
+// |   8 | 128K | cluster of 16: not all at once        |  17.9 |
+// |   8 | 128K | cluster of 8                          |  13.2 |
+// |  16 |  64K | cluster of 8: not all at once         |  17.9 |
+// |  16 |  64K | cluster of 4                          |  13.5 |
+// |  32 |  32K | cluster of 4: not all at once         |  18.5 |
+// |  32 |  32K | cluster of 2                          |  14.1 |
+// |  64 | 128K | cluster of 2                          |  23.6 |
+// |  64 | 128K | block a row, alone                    |  29.1 |
+// | 128 | 128K | cluster of 2: two rounds              |  42.2 |
+// | 128 | 128K | block a row, alone                    |  32.5 |
+// | 128 | 128K | block a row, room for two             |  33.2 |
+// | 256 |  32K | block a row, room for two             |  24.2 |
+// | 256 |  32K | block a row, alone: two rounds        |  31.5 |
+// | 512 | 256K | block a row, s = 64, 4 deviations     | 149.5 |
+// | 512 | 256K | the same, 3: one row is read twice    | 182.1 |
+// | 512 | 256K | block a row, s = 128, 2.5             | 215.9 |
 //
-// (The line of 16 rows is of an earlier form of the kernels.) So all blocks of a launch run at once, one
+// So all blocks of a launch run at once, one
 // to a multiprocessor, as long as there are so few. A cluster lies in one group of multiprocessors, which
 // have 16 or so of them, and some fewer: large clusters do not fill the device.
 
 /// The shortest part of a row that is worth a block of its own.
-const SLICE: usize = 8192;
+const SLICE: usize = 4096;
 
 fn mapping(request: &PlanRequest) -> Mapping {
     let PlanRequest {
@@ -365,23 +377,24 @@ fn mapping(request: &PlanRequest) -> Mapping {
     }
 }
 
-fn stride(mapping: Mapping, n: usize) -> u32 {
-    match (mapping, n) {
+fn stride(mapping: Mapping, n: usize, k: usize) -> u32 {
+    let stride = match (mapping, n) {
         (_, 0..=16_384) => 8,
         (_, 16_385..=65_536) => 16,
         // Many rows keep the bandwidth busy meanwhile.
         (Mapping::Block, _) | (_, 131_073..) => 64,
         _ => 32,
+    };
+    // What is admitted varies with the root of K times the stride, and `SLACK` is the same for all K.
+    match k > MAX_K / 2 {
+        true => stride.min(32),
+        false => stride,
     }
 }
 
-fn deviations(mapping: Mapping) -> f32 {
-    match mapping {
-        Mapping::Block => 3.0,
-        // Of few rows the slowest counts.
-        _ => 4.0,
-    }
-}
+/// Deviations of the sample's rank that a cutoff lies beyond K: one row in 30,000 or so is read again. With
+/// three it is one in 700, and the 512 rows of a launch wait for it.
+const DEVIATIONS: f32 = 4.0;
 
 #[cfg(test)]
 mod tests {
@@ -470,7 +483,7 @@ mod tests {
         })?;
         assert_eq!(
             forced.to_string(),
-            "split-2, stride 128 fixed, margin 1.5, no band, 8 blocks, 68 KiB shared, 256 KiB workspace"
+            "split-2, stride 128 fixed, margin 1.5, no band, 8 blocks, 72 KiB shared, 256 KiB workspace"
         );
         let refused = |overrides| with(overrides).expect_err("refused").to_string();
         let mapping = |mapping| Overrides {

@@ -622,6 +622,11 @@ pub fn refusals(device: &Device) -> Result<()> {
     refused(plain.routes().map(drop), &["with_routes"]);
     refused(SelectionBuffers::new(0, 4, device).map(drop), &["0"]);
     refused(SelectionBuffers::new(1, 0, device).map(drop), &["4096"]);
+    // 2 TiB.
+    refused(
+        SelectionBuffers::new((1 << 27) - 1, 4096, device).map(drop),
+        &["134217727", "memory"],
+    );
     // No rows are no error.
     let none = top.select(&scores.narrow(0, 0, 0)?, &full)?;
     assert_eq!(none.positions.dims(), [0, 4]);
