@@ -21,6 +21,14 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) 
                : "memory");
 }
 
+// The same of matrices that lie across: row and number within it change places.
+__device__ __forceinline__ void load_matrices_across(uint32_t (&to)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
+
 // c += a b for a of 16 rows and b of 8 columns, over 16 summed.
 template <class T>
 __device__ __forceinline__ void multiply_16x8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

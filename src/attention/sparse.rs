@@ -182,7 +182,7 @@ pub struct Attention {
 /// Skipped, and never read into the result whatever lies there: `u32::MAX` and every position at or
 /// beyond the end of the keys; those outside what the row may see; entries at or beyond the row's
 /// count; and keys on pages that do not exist. Positions of a row are distinct, as a selector's are:
-/// one that comes twice counts twice.
+/// one that comes twice counts twice, or with blocks of keys on a CUDA device once.
 ///
 /// A row with nothing to attend to gives 0 and an lse of -inf. So does a row whose scores are all
 /// -inf. Products, softmax and sums are f32; the output is rounded once. Deterministic: a row is a

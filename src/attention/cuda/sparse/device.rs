@@ -6,8 +6,8 @@ use super::super::super::sparse::{Attend, Source};
 use super::plan::{self, Kind, Plan, Props};
 use crate::buffer::Buffer;
 use crate::cuda::{
-    arg, forced_sm80, of_half, runs_sm90, Addresses, Kernel, Module, Teams, SPARSE, SPARSE_LATENT,
-    SPARSE_TILE, SPARSE_WIDE,
+    arg, forced_sm80, of_dtype, of_half, runs_sm90, Addresses, Kernel, Teams, SPARSE,
+    SPARSE_LATENT, SPARSE_TILE, SPARSE_WIDE,
 };
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
@@ -115,11 +115,7 @@ pub(in super::super::super) fn workspace_floats(device: &CudaDevice) -> Result<u
 }
 
 fn kernel(device: &CudaDevice, dtype: DType, kind: Kind) -> Result<Kernel> {
-    let narrow = match dtype {
-        DType::F16 => SPARSE[1],
-        DType::BF16 => SPARSE[2],
-        _ => SPARSE[0],
-    };
+    let narrow = of_dtype(&SPARSE, dtype);
     let (module, name) = match kind {
         Kind::Fma(1) => (narrow, "sparse_fma_1"),
         Kind::Fma(_) => (narrow, "sparse_fma_4"),
@@ -142,20 +138,27 @@ fn kernel(device: &CudaDevice, dtype: DType, kind: Kind) -> Result<Kernel> {
 
 /// Merging is of the file that every dtype has.
 fn merging(device: &CudaDevice, dtype: DType) -> Result<Kernel> {
-    crate::cuda::of_dtype(&SPARSE, dtype).kernel(device, "sparse_merge", 0)
+    of_dtype(&SPARSE, dtype).kernel(device, "sparse_merge", 0)
 }
 
 /// Loads all kernels for tensors of this dtype.
-pub(crate) fn preload(device: &CudaDevice, dtype: DType) -> Result<()> {
-    merging(device, dtype)?;
-    kernel(device, dtype, Kind::Fma(1))?;
+pub(in super::super::super) fn preload(device: &CudaDevice, dtype: DType) -> Result<()> {
+    let mut kinds = vec![Kind::Fma(1), Kind::Fma(4)];
     if dtype != DType::F32 {
-        kernel(device, dtype, Kind::Wide)?;
+        for tiles in [1, 2] {
+            kinds.extend([64, 128, 256].map(|dim| Kind::Narrow(dim, tiles)));
+            kinds.push(Kind::Shared(tiles));
+        }
+        kinds.push(Kind::Wide);
         if runs_sm90(device)? {
-            kernel(device, dtype, Kind::Latent(576))?;
-            kernel(device, dtype, Kind::Tile(128))?;
+            kinds.extend([Kind::Latent(512), Kind::Latent(576)]);
+            kinds.extend([Kind::Tile(64), Kind::Tile(128)]);
         }
     }
+    for kind in kinds {
+        kernel(device, dtype, kind)?;
+    }
+    merging(device, dtype)?;
     Ok(())
 }
 

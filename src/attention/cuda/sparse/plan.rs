@@ -251,3 +251,177 @@ pub(super) fn plan(
         part_floats: used * part,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const H200: Props = Props {
+        multiprocessors: 132,
+        shared_per_block: 232_448,
+        shared_per_multiprocessor: 233_472,
+        sm90: true,
+    };
+    /// The least that a device of compute capability 8.0 or later has.
+    const SMALL: Props = Props {
+        multiprocessors: 20,
+        shared_per_block: 101_376,
+        shared_per_multiprocessor: 102_400,
+        sm90: false,
+    };
+
+    fn dims(rows: usize, heads: [usize; 2], dim: [usize; 2], width: usize, block: usize) -> Dims {
+        Dims {
+            rows,
+            heads: heads[0],
+            kv_heads: heads[1],
+            key_dim: dim[0],
+            value_dim: dim[1],
+            width,
+            lists: 1,
+            block,
+        }
+    }
+
+    #[test]
+    fn kernels() {
+        for (heads, dim, block, of_keys, wanted, small) in [
+            (
+                [128, 1],
+                [576, 512],
+                1,
+                true,
+                Kind::Latent(576),
+                Kind::Shared(1),
+            ),
+            (
+                [64, 1],
+                [512, 512],
+                1,
+                true,
+                Kind::Latent(512),
+                Kind::Shared(1),
+            ),
+            (
+                [32, 1],
+                [576, 512],
+                1,
+                true,
+                Kind::Shared(2),
+                Kind::Shared(1),
+            ),
+            ([16, 1], [576, 512], 1, false, Kind::Wide, Kind::Fma(4)),
+            (
+                [32, 8],
+                [128, 128],
+                1,
+                false,
+                Kind::Narrow(128, 1),
+                Kind::Narrow(128, 1),
+            ),
+            (
+                [32, 8],
+                [128, 128],
+                64,
+                false,
+                Kind::Tile(128),
+                Kind::Narrow(128, 1),
+            ),
+            (
+                [32, 1],
+                [96, 96],
+                128,
+                false,
+                Kind::Narrow(128, 2),
+                Kind::Narrow(128, 2),
+            ),
+            (
+                [4, 4],
+                [192, 128],
+                1,
+                false,
+                Kind::Narrow(256, 1),
+                Kind::Narrow(256, 1),
+            ),
+            ([4, 4], [600, 700], 1, false, Kind::Fma(4), Kind::Fma(4)),
+        ] {
+            let dims = dims(1, heads, dim, 64, block);
+            assert_eq!(kind(&dims, true, of_keys, &H200), wanted, "{dims:?}");
+            assert_eq!(kind(&dims, true, of_keys, &SMALL), small, "{dims:?}");
+            assert!(matches!(kind(&dims, false, of_keys, &H200), Kind::Fma(_)));
+            assert!(wanted.shared_bytes() <= H200.shared_per_block);
+            assert!(small.shared_bytes() <= SMALL.shared_per_block);
+        }
+    }
+
+    /// What a row's bits depend on is the same in any batch, and every launch fits the workspace.
+    #[test]
+    fn rows_do_not_matter() {
+        for props in [&H200, &SMALL] {
+            for half in [true, false] {
+                for (heads, dim, of_keys) in [
+                    ([128, 1], [576, 512], true),
+                    ([128, 128], [192, 128], false),
+                    ([32, 8], [128, 128], false),
+                    ([1, 1], [3000, 5000], false),
+                ] {
+                    for (width, block) in
+                        [(0, 1), (1, 1), (600, 1), (2048, 1), (1 << 20, 1), (33, 64)]
+                    {
+                        let of = |rows| {
+                            let dims = dims(rows, heads, dim, width, block);
+                            plan(&dims, half, of_keys, 0, props)
+                        };
+                        let alone = of(1);
+                        assert!(alone.segments >= 1 && alone.segments <= 32);
+                        assert!(alone.segments * alone.segment >= width * block);
+                        assert_eq!(alone.segment % 128, 0);
+                        for rows in [1, 2, 8, 64, 100, 4096, 1 << 20] {
+                            let plan = of(rows);
+                            assert_eq!(plan.kind, alone.kind);
+                            assert_eq!(
+                                (plan.segment, plan.segments),
+                                (alone.segment, alone.segments)
+                            );
+                            assert!(plan.part_floats <= workspace_floats(props.multiprocessors));
+                            assert!(plan.units_per_launch >= 1);
+                            let jobs =
+                                plan.units_per_launch * if plan.split { plan.segments } else { 1 };
+                            assert!(jobs <= 1 << 30);
+                            assert_eq!(plan.units, rows.div_ceil(plan.tile_rows) * plan.tiles);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Few rows are split over the device, and many are not.
+    #[test]
+    fn splits() {
+        let latent = |rows| {
+            plan(
+                &dims(rows, [128, 1], [576, 512], 2048, 1),
+                true,
+                true,
+                0,
+                &H200,
+            )
+        };
+        assert!(latent(1).split && latent(32).split);
+        assert!(!latent(64).split && !latent(4096).split);
+        let tile = |rows, each| {
+            plan(
+                &dims(rows, [32, 8], [128, 128], 32, 64),
+                true,
+                false,
+                each,
+                &H200,
+            )
+        };
+        assert_eq!(tile(8, 1).tile_rows, 1);
+        assert_eq!(tile(64, 0).tile_rows, 4);
+        assert_eq!(tile(4096, 0).tile_rows, 32);
+        assert_eq!(tile(4096, 2).tile_rows, 2);
+    }
+}
