@@ -130,14 +130,29 @@ pub(crate) const INDEXER_SM80: [Module; 4] = [
     module!(SM80_FP8_INDEXER),
     module!(SM80_F32_INDEXER),
 ];
-/// The same of F16, BF16 and F8E4M3 on devices of compute capability 9.0.
-pub(crate) const INDEXER_SM90: [Module; 3] = [
-    module!(SM90_F16_INDEXER),
-    module!(SM90_BF16_INDEXER),
-    module!(SM90_FP8_INDEXER),
+/// The same of F16, BF16 and F8E4M3 on devices of compute capability 9.0: of dimension 128 with few
+/// and with many rows of queries a sequence, and of any dimension.
+pub(crate) const INDEXER_SM90: [[Module; 3]; 3] = [
+    [
+        module!(SM90_F16_INDEXER_FEW),
+        module!(SM90_F16_INDEXER_MANY),
+        module!(SM90_F16_INDEXER_ANY),
+    ],
+    [
+        module!(SM90_BF16_INDEXER_FEW),
+        module!(SM90_BF16_INDEXER_MANY),
+        module!(SM90_BF16_INDEXER_ANY),
+    ],
+    [
+        module!(SM90_FP8_INDEXER_FEW),
+        module!(SM90_FP8_INDEXER_MANY),
+        module!(SM90_FP8_INDEXER_ANY),
+    ],
 ];
 /// -inf in scores of what a row doesn't see.
 pub(crate) const INDEXER_FILL: Module = module!(INDEXER_FILL);
+/// F32 to F8E4M3.
+pub(crate) const FP8: Module = module!(FP8);
 pub(crate) const REPEAT_PENALTY: Module = module!(REPEAT_PENALTY);
 
 impl Family {
