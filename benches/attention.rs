@@ -67,6 +67,9 @@ struct Args {
     /// Types of queries and keys [default: fp8,bf16]
     #[arg(long, value_enum, value_delimiter = ',')]
     dtype: Vec<Type>,
+    /// Tokens of a sequence, of the grids other than `terminal`
+    #[arg(long, default_value_t = 64 << 10)]
+    t: usize,
     /// How many rows of each shape are checked
     #[arg(long, default_value_t = 3)]
     check: usize,
@@ -97,7 +100,8 @@ impl Grid {
         match self {
             Self::Scores => bench.each(&[DType::BF16, DType::F8E4M3], |dtype| {
                 let mut mismatches = 0;
-                for (length, heads) in [(8 << 10, HEADS), (64 << 10, HEADS), (64 << 10, 32)] {
+                let t = bench.args.t;
+                for (length, heads) in [(t.min(8 << 10), HEADS), (t, HEADS), (t, 32)] {
                     mismatches += bench.scores(dtype, length, heads)?;
                 }
                 Ok(mismatches)
@@ -391,7 +395,7 @@ impl Bench {
 
     /// Scores of the last 8192 tokens.
     fn scores(&self, dtype: DType, length: usize, heads: usize) -> Result<usize> {
-        let rows = 8192;
+        let rows = length.min(8192);
         let gpu = &self.gpu;
         let ends: Vec<u32> = (length - rows..length).map(|row| row as u32 + 1).collect();
         let operands = Operands::new(gpu, dtype, heads, (1, length), ends, false)?;
@@ -503,7 +507,7 @@ impl Bench {
 
     /// A step of decoding.
     fn decode(&self, dtype: DType, sequences: usize, new: usize, paged: bool) -> Result<usize> {
-        let length = 64 << 10;
+        let length = self.args.t;
         let ends: Vec<u32> = (0..sequences * new)
             .map(|row| (length - new + 1 + row % new) as u32)
             .collect();
@@ -527,7 +531,8 @@ impl Bench {
 
     /// In chunks under a budget.
     fn prefill(&self, dtype: DType) -> Result<usize> {
-        let (rows, length, budget) = (8192, 64 << 10, 1 << 30);
+        let (length, budget) = (self.args.t, 1 << 30);
+        let rows = length.min(8192);
         let gpu = &self.gpu;
         let ends: Vec<u32> = (length - rows..length).map(|row| row as u32 + 1).collect();
         let operands = Operands::new(gpu, dtype, HEADS, (1, length), ends, false)?;

@@ -15,8 +15,9 @@ constexpr int kGroup = 128;  // threads of a warpgroup
 constexpr int kConsumers = 3;
 constexpr int kThreads = (kConsumers + 1) * kGroup;
 constexpr int kSlots = 2;
-// What is there of shared memory, less what is declared beside the buffers.
-constexpr int kRoom = 227 * 1024 - 1024 - 1024;
+// Dynamic shared memory of a block, and what of it is left when the buffers begin at a multiple of 1 KB.
+constexpr int kShared = 224 * 1024;
+constexpr int kRoom = kShared - 1024;
 
 // An item as the consumers see it.
 template <int kAll, int kQueries>
@@ -54,7 +55,7 @@ struct Shape {
     uint64_t full[kStages * kConsumers], empty[kStages];
     uint64_t item_full[kSlots], item_empty[kSlots];
   };
-  static_assert(sizeof(Buffers) + 1024 <= 227 * 1024 - 512, "what a block may have");
+  static_assert(sizeof(Buffers) <= kRoom, "what the host gives");
 };
 
 template <int kRegisters>

@@ -183,7 +183,9 @@ impl Family {
     }
 }
 
-/// A form that kernels are compiled in. Results do not depend on it.
+/// A form that kernels are compiled in. Results do not depend on it, but for the rounding of scores of an
+/// indexer and of attention, which is that of the tensor cores' instructions: a device takes the same for
+/// all calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// One small block a row, several on a multiprocessor, on any device of compute capability 8.0 or

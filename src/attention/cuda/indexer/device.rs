@@ -28,10 +28,10 @@ const UNIT: usize = 64;
 /// Columns of the kernels of compute capability 8.0: `kColumns` in `indexer_mma.cuh`.
 const SM80_COLUMNS: usize = 128;
 const SM80_THREADS: u32 = 128;
-/// Threads of those of 9.0, and their dynamic shared memory: all there is but a little that they
-/// declare beside it. `indexer_wgmma.cuh` asserts it.
+/// Threads of those of 9.0, and their dynamic shared memory: `kThreads` and `kShared` in
+/// `indexer_wgmma.cuh`.
 const SM90_THREADS: u32 = 512;
-const SM90_SHARED: u32 = 227 * 1024 - 512;
+const SM90_SHARED: u32 = 224 * 1024;
 
 /// `Ints` in `kernels/attention/ints.cuh`.
 #[repr(C)]
@@ -147,13 +147,13 @@ fn floats<'a>(addresses: &mut Addresses<'a>, part: &Part<'a, CudaStorage>) -> Re
     })
 }
 
-/// A number as the kernels take it.
+/// A number as the kernels take it, with room for what they add.
 fn int(op: &str, what: &str, number: usize) -> Result<i32> {
-    i32::try_from(number).map_err(|_| {
-        candle_core::Error::Msg(format!(
-            "{op}: there are {number} {what}, at most 2^31 - 1 are supported on CUDA"
-        ))
-    })
+    const MOST: usize = 1 << 30;
+    if number > MOST {
+        bail!("{op}: there are {number} {what}, at most 2^30 are supported on CUDA")
+    }
+    Ok(number as i32)
 }
 
 /// Which kernel serves a call.
@@ -406,7 +406,8 @@ fn tensor_map(
         }
     };
     let strides = [stride(0), stride(1)];
-    let fits = dims.iter().all(|&dim| (1..1 << 32).contains(&dim))
+    // Coordinates are signed.
+    let fits = dims.iter().all(|&dim| (1..1 << 31).contains(&dim))
         && strides
             .iter()
             .all(|&stride| stride > 0 && stride.is_multiple_of(16) && stride < 1 << 40)
