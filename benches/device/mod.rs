@@ -282,8 +282,9 @@ pub fn write(tensor: &Tensor, launch: impl Fn(u64) -> Result<()>) -> Result<()> 
                 CudaStorageSlice::F16(slice) => slice.device_ptr_mut(&stream),
                 CudaStorageSlice::BF16(slice) => slice.device_ptr_mut(&stream),
                 CudaStorageSlice::U32(slice) => slice.device_ptr_mut(&stream),
+                CudaStorageSlice::F8E4M3(slice) => slice.device_ptr_mut(&stream),
                 _ => bail!(
-                    "write: the tensor is {:?}, F32, F16, BF16 or U32 is needed",
+                    "write: the tensor is {:?}, F32, F16, BF16, F8E4M3 or U32 is needed",
                     storage.dtype()
                 ),
             };

@@ -55,6 +55,7 @@ struct Request {
   int32_t scale_tiles;  // whether scales come by tiles too
   int32_t unused;
 };
+static_assert(sizeof(Request) == 320 && sizeof(Ints) == 32, "the host gives as much");
 
 // Rows of queries [first, first + count), all of one sequence, and the keys that any of them sees.
 struct Item {

@@ -15,8 +15,9 @@ constexpr int kGroup = 128;  // threads of a warpgroup
 constexpr int kConsumers = 3;
 constexpr int kThreads = (kConsumers + 1) * kGroup;
 constexpr int kSlots = 2;
-// What is there of shared memory, less what is declared beside the buffers.
-constexpr int kRoom = 227 * 1024 - 1024 - 1024;
+// Dynamic shared memory of a block, and what of it is left when the buffers begin at a multiple of 1 KB.
+constexpr int kShared = 224 * 1024;
+constexpr int kRoom = kShared - 1024;
 
 // An item as the consumers see it.
 template <int kAll, int kQueries>
@@ -54,7 +55,7 @@ struct Shape {
     uint64_t full[kStages * kConsumers], empty[kStages];
     uint64_t item_full[kSlots], item_empty[kSlots];
   };
-  static_assert(sizeof(Buffers) + 1024 <= 227 * 1024 - 512, "what a block may have");
+  static_assert(sizeof(Buffers) <= kRoom, "what the host gives");
 };
 
 template <int kRegisters>
@@ -254,6 +255,7 @@ struct Producer {
 struct Maps {
   TensorMap queries, keys, scales;
 };
+static_assert(sizeof(Maps) == 3 * 128, "the host gives as much");
 
 template <class T, int kColumns, int kHeads, int kPasses, int kVectors>
 __device__ __forceinline__ void scores(const Request& r, const Maps& maps) {
@@ -347,22 +349,25 @@ __device__ __forceinline__ void scores(const Request& r, const Maps& maps) {
 
 // Kernels for `heads` heads, of `columns` columns a pass, and dimensions of so many vectors of 16 bytes;
 // 0 for any.
-#define INDEXER_WGMMA(name, T, columns, heads, passes, vectors)                           \
-  extern "C" __global__ void __launch_bounds__(wgmma::kThreads, 1)                        \
-      indexer_##name##_##heads(const __grid_constant__ Request r,                         \
-                               const __grid_constant__ wgmma::Maps maps) {               \
-    wgmma::scores<T, columns, heads, passes, vectors>(r, maps);                           \
+#define INDEXER_WGMMA(name, T, columns, heads, passes, vectors)    \
+  extern "C" __global__ void __launch_bounds__(wgmma::kThreads, 1) \
+      indexer_##name##_##heads(const __grid_constant__ Request r,  \
+                               const __grid_constant__ wgmma::Maps maps) { \
+    wgmma::scores<T, columns, heads, passes, vectors>(r, maps);    \
   }
 
-#define INDEXER_WGMMA_ALL(T)                             \
-  INDEXER_WGMMA(few, T, 64, 16, 1, 8 * sizeof(T))        \
-  INDEXER_WGMMA(few, T, 64, 32, 1, 8 * sizeof(T))        \
-  INDEXER_WGMMA(few, T, 64, 64, 1, 8 * sizeof(T))        \
-  INDEXER_WGMMA(many, T, 128, 16, 2, 8 * sizeof(T))      \
-  INDEXER_WGMMA(many, T, 128, 32, 2, 8 * sizeof(T))      \
-  INDEXER_WGMMA(many, T, 128, 64, 2, 8 * sizeof(T))      \
-  INDEXER_WGMMA(many, T, 128, 128, 2, 8 * sizeof(T))     \
-  INDEXER_WGMMA(any, T, 128, 16, 1, 0)                   \
-  INDEXER_WGMMA(any, T, 128, 32, 1, 0)                   \
-  INDEXER_WGMMA(any, T, 128, 64, 1, 0)                   \
+// Of dimension 128, for few rows of queries a sequence and for many; and of any dimension.
+#define INDEXER_WGMMA_FEW(T)                      \
+  INDEXER_WGMMA(few, T, 64, 16, 1, 8 * sizeof(T)) \
+  INDEXER_WGMMA(few, T, 64, 32, 1, 8 * sizeof(T)) \
+  INDEXER_WGMMA(few, T, 64, 64, 1, 8 * sizeof(T))
+#define INDEXER_WGMMA_MANY(T)                       \
+  INDEXER_WGMMA(many, T, 128, 16, 2, 8 * sizeof(T)) \
+  INDEXER_WGMMA(many, T, 128, 32, 2, 8 * sizeof(T)) \
+  INDEXER_WGMMA(many, T, 128, 64, 2, 8 * sizeof(T)) \
+  INDEXER_WGMMA(many, T, 128, 128, 2, 8 * sizeof(T))
+#define INDEXER_WGMMA_ANY(T)           \
+  INDEXER_WGMMA(any, T, 128, 16, 1, 0) \
+  INDEXER_WGMMA(any, T, 128, 32, 1, 0) \
+  INDEXER_WGMMA(any, T, 128, 64, 1, 0) \
   INDEXER_WGMMA(any, T, 128, 128, 1, 0)

@@ -42,3 +42,9 @@ __device__ void peaks(T* out, int64_t vocab, uint64_t seed) {
 
 LAWS(float, f32)
 LAWS(__nv_bfloat16, bf16)
+
+// Keys and queries of an indexer.
+extern "C" __global__ void normal_fp8(__nv_fp8_e4m3* out, uint64_t pairs, uint64_t seed, float mean,
+                                      float deviation) {
+  normal(out, pairs, seed, mean, deviation);
+}

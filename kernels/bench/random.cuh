@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cstdint>
 
 // Steele, Lea and Flood's SplitMix64, as a function of the counter.
@@ -32,4 +33,8 @@ __device__ inline void put(__half* out, uint64_t pair, float a, float b) {
 }
 __device__ inline void put(__nv_bfloat16* out, uint64_t pair, float a, float b) {
   reinterpret_cast<__nv_bfloat162*>(out)[pair] = __floats2bfloat162_rn(a, b);
+}
+__device__ inline void put(__nv_fp8_e4m3* out, uint64_t pair, float a, float b) {
+  out[2 * pair] = __nv_fp8_e4m3(a);
+  out[2 * pair + 1] = __nv_fp8_e4m3(b);
 }

@@ -454,6 +454,8 @@ pub fn index_topk(
     if each == 0 {
         bail!("{TOPK}: the budget is {budget} bytes, the scores of one row take {row}")
     }
+    // Chunks of one size: a short last one would leave a device idle.
+    let each = rows.div_ceil(rows.div_ceil(each));
     let scores = unset(device, (each, width))?;
     let mut chosen = Vec::with_capacity(rows.div_ceil(each));
     for first in (0..rows).step_by(each) {

@@ -144,11 +144,24 @@ pub(crate) const INDEXER_SM80: [Module; 4] = [
     module!(SM80_FP8_INDEXER),
     module!(SM80_F32_INDEXER),
 ];
-/// The same of F16, BF16 and F8E4M3 on devices of compute capability 9.0.
-pub(crate) const INDEXER_SM90: [Module; 3] = [
-    module!(SM90_F16_INDEXER),
-    module!(SM90_BF16_INDEXER),
-    module!(SM90_FP8_INDEXER),
+/// The same of F16, BF16 and F8E4M3 on devices of compute capability 9.0: of dimension 128 with few
+/// and with many rows of queries a sequence, and of any dimension.
+pub(crate) const INDEXER_SM90: [[Module; 3]; 3] = [
+    [
+        module!(SM90_F16_INDEXER_FEW),
+        module!(SM90_F16_INDEXER_MANY),
+        module!(SM90_F16_INDEXER_ANY),
+    ],
+    [
+        module!(SM90_BF16_INDEXER_FEW),
+        module!(SM90_BF16_INDEXER_MANY),
+        module!(SM90_BF16_INDEXER_ANY),
+    ],
+    [
+        module!(SM90_FP8_INDEXER_FEW),
+        module!(SM90_FP8_INDEXER_MANY),
+        module!(SM90_FP8_INDEXER_ANY),
+    ],
 ];
 /// -inf in scores of what a row doesn't see.
 pub(crate) const INDEXER_FILL: Module = module!(INDEXER_FILL);
@@ -173,6 +186,8 @@ pub(crate) const SPARSE_TILE: [Module; 2] = [
     module!(SM90_F16_SPARSE_TILE),
     module!(SM90_BF16_SPARSE_TILE),
 ];
+/// F32 to F8E4M3.
+pub(crate) const FP8: Module = module!(FP8);
 pub(crate) const REPEAT_PENALTY: Module = module!(REPEAT_PENALTY);
 
 impl Family {
@@ -203,7 +218,9 @@ impl Family {
     }
 }
 
-/// A form that kernels are compiled in. Results do not depend on it.
+/// A form that kernels are compiled in. Results do not depend on it, but for the rounding of scores of an
+/// indexer and of attention, which is that of the tensor cores' instructions: a device takes the same for
+/// all calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// One small block a row, several on a multiprocessor, on any device of compute capability 8.0 or

@@ -412,7 +412,10 @@ pub fn scores_of_caches(dtype: DType, device: &Device) -> Result<()> {
                 .chain(&[0, 0])
                 .map(|&b| (b * n as usize) as u32)
                 .collect();
-            t.flatten(0, 1)?.index_select(&Tensor::new(ids, device)?, 0)
+            // On the CPU: Candle casts F8E4M3 nowhere else.
+            let t = t.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+            t.flatten(0, 1)?
+                .index_select(&Tensor::new(ids, &Device::Cpu)?, 0)
         };
         let ends: Vec<i64> = order
             .iter()
@@ -423,12 +426,11 @@ pub fn scores_of_caches(dtype: DType, device: &Device) -> Result<()> {
         let mapped = batched
             .clone()
             .with_row_sequences(&ints(&map, n as usize, device)?);
-        let wide = q.to_dtype(DType::F32)?;
-        let picked = pick(&wide)?.to_dtype(dtype)?;
+        let picked = pick(&q)?.to_dtype(dtype)?.to_device(device)?;
         let scores = bits(&indexer_scores(
             &picked,
             &mapped,
-            &pick(&weights)?,
+            &pick(&weights)?.to_device(device)?,
             &visible,
         )?)?;
         for (i, &b) in order.iter().enumerate() {

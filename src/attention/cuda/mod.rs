@@ -5,7 +5,7 @@ mod sparse;
 
 #[cfg(feature = "cuda")]
 pub(super) use indexer::preload as preload_indexer;
-pub(super) use indexer::{bounds, bounds_into, indexer_scores, indexer_scores_into};
+pub(super) use indexer::{bounds, bounds_into, indexer_scores, indexer_scores_into, to_fp8};
 #[cfg(feature = "cuda")]
 pub(super) use sparse::preload as preload_sparse;
 pub(super) use sparse::{sparse_attention, sparse_attention_into, workspace_floats};

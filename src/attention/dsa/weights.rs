@@ -1,7 +1,11 @@
 //! Weights under the names of the checkpoints.
 
+use super::super::cuda;
 use super::config::DsaConfig;
-use candle_core::{bail, DType, Device, Result, Tensor, D};
+use candle_core::backend::BackendStorage;
+use candle_core::{
+    bail, CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, D,
+};
 use candle_nn::VarBuilder;
 
 /// A linear map.
@@ -39,11 +43,18 @@ impl Linear {
             vb.get_with_hints_dtype(shape, name, candle_nn::Init::Const(0.0), dtype)
         };
         let weight = if vb.contains_tensor("weight_scale_inv") {
+            // On the CPU: Candle casts F8E4M3 nowhere else.
+            let host = vb.clone().set_device(Device::Cpu);
+            let get = |shape: &[usize], name: &str| {
+                let init = candle_nn::Init::Const(0.0);
+                host.get_with_hints_dtype(shape, name, init, DType::F32)
+            };
             let block = config.weight_block_size.unwrap_or([128, 128]);
-            let weight = get(&[out, inputs], "weight", DType::F32)?;
+            let weight = get(&[out, inputs], "weight")?;
             let blocks = [out.div_ceil(block[0]), inputs.div_ceil(block[1])];
-            let scales = get(&blocks, "weight_scale_inv", DType::F32)?;
-            dequantized(&weight, &scales, block)?.to_dtype(dtype)?
+            let scales = get(&blocks, "weight_scale_inv")?;
+            let weight = dequantized(&weight, &scales, block)?.to_dtype(dtype)?;
+            weight.to_device(vb.device())?
         } else {
             get(&[out, inputs], "weight", dtype)?
         };
@@ -197,7 +208,26 @@ impl Fp8 {
             scale = power_of_two_above(&scale)?;
         }
         let fp8 = x.broadcast_div(&scale)?.clamp(-448f32, 448f32)?;
-        Ok((fp8.to_dtype(DType::F8E4M3)?, scale.squeeze(D::Minus1)?))
+        let fp8 = fp8.contiguous()?.apply_op1_no_bwd(&ToFp8)?;
+        Ok((fp8, scale.squeeze(D::Minus1)?))
+    }
+}
+
+/// F32 to F8E4M3, dense. Candle's own cast has no kernel for it.
+struct ToFp8;
+
+impl CustomOp1 for ToFp8 {
+    fn name(&self) -> &'static str {
+        "to_fp8"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let fp8 = x.to_dtype(layout, DType::F8E4M3)?;
+        Ok((fp8, layout.shape().clone()))
+    }
+
+    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        Ok((cuda::to_fp8(x, layout)?, layout.shape().clone()))
     }
 }
 

@@ -4,17 +4,17 @@ use super::super::super::indexer::{Rows, Scores};
 use super::super::super::keys::{Bounded, Lengths, Places};
 use super::super::super::parts::Part;
 use crate::cuda::{
-    arg, forced_sm80, runs_sm90, Addresses, Kernel, Teams, BOUNDS, INDEXER_FILL, INDEXER_SM80,
+    arg, forced_sm80, runs_sm90, Addresses, Kernel, Teams, BOUNDS, FP8, INDEXER_FILL, INDEXER_SM80,
     INDEXER_SM90,
 };
-use candle_core::backend::BackendStorage;
+use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::sys::{
     self, CUdevice_attribute_enum as Attribute, CUtensorMapDataType_enum as Element,
     CUtensorMapSwizzle_enum as Swizzle,
 };
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
-use candle_core::{bail, CudaDevice, CudaStorage, DType, Result};
+use candle_core::{bail, CudaDevice, CudaStorage, DType, Layout, Result};
 
 const OP: &str = "indexer_scores";
 const BOUNDS_OP: &str = "visible keys";
@@ -28,10 +28,10 @@ const UNIT: usize = 64;
 /// Columns of the kernels of compute capability 8.0: `kColumns` in `indexer_mma.cuh`.
 const SM80_COLUMNS: usize = 128;
 const SM80_THREADS: u32 = 128;
-/// Threads of those of 9.0, and their dynamic shared memory: all there is but a little that they
-/// declare beside it. `indexer_wgmma.cuh` asserts it.
+/// Threads of those of 9.0, and their dynamic shared memory: `kThreads` and `kShared` in
+/// `indexer_wgmma.cuh`.
 const SM90_THREADS: u32 = 512;
-const SM90_SHARED: u32 = 227 * 1024 - 512;
+const SM90_SHARED: u32 = 224 * 1024;
 
 /// `Ints` in `kernels/attention/ints.cuh`.
 #[repr(C)]
@@ -147,13 +147,13 @@ fn floats<'a>(addresses: &mut Addresses<'a>, part: &Part<'a, CudaStorage>) -> Re
     })
 }
 
-/// A number as the kernels take it.
+/// A number as the kernels take it, with room for what they add.
 fn int(op: &str, what: &str, number: usize) -> Result<i32> {
-    i32::try_from(number).map_err(|_| {
-        candle_core::Error::Msg(format!(
-            "{op}: there are {number} {what}, at most 2^31 - 1 are supported on CUDA"
-        ))
-    })
+    const MOST: usize = 1 << 30;
+    if number > MOST {
+        bail!("{op}: there are {number} {what}, at most 2^30 are supported on CUDA")
+    }
+    Ok(number as i32)
 }
 
 /// Which kernel serves a call.
@@ -221,12 +221,13 @@ impl Choice {
         let (module, name) = match self.sm90 {
             None => (INDEXER_SM80[which], format!("indexer_{heads}")),
             Some(columns) => {
-                let columns = match columns {
-                    Columns::Few => "few",
-                    Columns::Many => "many",
-                    Columns::Any => "any",
+                let (module, columns) = match columns {
+                    Columns::Few => (0, "few"),
+                    Columns::Many => (1, "many"),
+                    Columns::Any => (2, "any"),
                 };
-                (INDEXER_SM90[which], format!("indexer_{columns}_{heads}"))
+                let name = format!("indexer_{columns}_{heads}");
+                (INDEXER_SM90[which][module], name)
             }
         };
         module.kernel(device, &name, shared_bytes)
@@ -246,6 +247,7 @@ pub(in super::super::super) fn preload(device: &CudaDevice, dtype: DType) -> Res
         BOUNDS.kernel(device, name, 0)?;
     }
     INDEXER_FILL.kernel(device, "indexer_fill", 0)?;
+    FP8.kernel(device, "fp8_from_f32", 0)?;
     for heads in [16, 32, 64, 128] {
         for dim in [MOST_DIM, MOST_DIM / 2] {
             for rows_each in [1, 0] {
@@ -404,7 +406,8 @@ fn tensor_map(
         }
     };
     let strides = [stride(0), stride(1)];
-    let fits = dims.iter().all(|&dim| (1..1 << 32).contains(&dim))
+    // Coordinates are signed.
+    let fits = dims.iter().all(|&dim| (1..1 << 31).contains(&dim))
         && strides
             .iter()
             .all(|&stride| stride > 0 && stride.is_multiple_of(16) && stride < 1 << 40)
@@ -631,12 +634,15 @@ fn launch(
         threads,
         shared_bytes,
     };
+    let (of_all, of_sm90) = (arg(&launched), arg(&maps));
     // SAFETY: shapes are checked before: every row of queries has its heads and weights, every
     // position of a sequence or a page a key and a scale, every row of the output an element for every
     // position, and where there are bounds or sequences every row one.
-    match choice.sm90 {
-        Some(_) => unsafe { kernel.launch(teams, [arg(&launched), arg(&maps)]) },
-        None => unsafe { kernel.launch(teams, [arg(&launched)]) },
+    unsafe {
+        match choice.sm90 {
+            Some(_) => kernel.launch(teams, [of_all, of_sm90]),
+            None => kernel.launch(teams, [of_all]),
+        }
     }
 }
 
@@ -664,4 +670,40 @@ pub(in super::super::super) fn indexer_scores_into(
     rows: Rows,
 ) -> Result<()> {
     launch(request, out, rows, false)
+}
+
+/// F32 as F8E4M3, of a dense tensor.
+pub(in super::super::super) fn to_fp8(x: &CudaStorage, layout: &Layout) -> Result<CudaStorage> {
+    const THREADS: u32 = 256;
+    let device = x.device();
+    let kernel = FP8.kernel(device, "fp8_from_f32", 0)?;
+    // SAFETY: the kernel writes every element.
+    let mut out = unsafe { device.alloc_uninit(layout.shape(), DType::F8E4M3)? };
+    let count = layout.shape().elem_count() as u64;
+    if count == 0 {
+        return Ok(out);
+    }
+    let stream = kernel.stream.clone();
+    let mut addresses = Addresses::new(&stream);
+    let from = match (&x.slice, layout.is_contiguous()) {
+        (CudaStorageSlice::F32(slice), true) => addresses.of(slice, layout.start_offset()),
+        _ => bail!(
+            "to_fp8: the tensor is {:?} of {layout:?}, dense F32 is needed",
+            x.dtype()
+        ),
+    };
+    let to = match &mut out.slice {
+        CudaStorageSlice::F8E4M3(slice) => addresses.written(slice),
+        _ => unreachable!("it was made with this dtype"),
+    };
+    let teams = Teams {
+        rows: count.div_ceil(THREADS as u64).min(1 << 20) as u32,
+        blocks: 1,
+        threads: THREADS,
+        shared_bytes: 0,
+    };
+    // SAFETY: both have so many elements.
+    unsafe { kernel.launch(teams, [arg(&from), arg(&count), arg(&to)])? };
+    drop(addresses);
+    Ok(out)
 }

@@ -1,0 +1,5 @@
+// Indexer scores of bf16 queries and keys of dimension 128, for many rows of queries a sequence, on
+// devices of compute capability 9.0.
+#include "indexer_wgmma.cuh"
+
+INDEXER_WGMMA_MANY(__nv_bfloat16)
