@@ -2,8 +2,12 @@
 
 mod common;
 
-use candle_core::{DType, Device, Result};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_topk::attention::{KeyValues, SparseAttention};
 use common::attention::{self as cases, Form};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
 const CPU: &Device = &Device::Cpu;
 
@@ -73,6 +77,47 @@ fn index_topk_is_exact() -> Result<()> {
 }
 
 #[test]
+fn index_topk_of_one_sequence() -> Result<()> {
+    cases::index_topk_of_one_sequence(CPU)
+}
+
+/// Keys and values in one storage that another thread writes to: neither waits for the other for ever.
+#[test]
+fn beside_a_writer() -> Result<()> {
+    let kv = Tensor::zeros((64, 2, 64), DType::F32, CPU)?;
+    let q = Tensor::ones((8, 1, 64), DType::F32, CPU)?;
+    let positions = Tensor::zeros((8, 16), DType::U32, CPU)?;
+    let (done, ends) = mpsc::channel();
+    for writes in [false, true] {
+        let (kv, q, positions, done) = (kv.clone(), q.clone(), positions.clone(), done.clone());
+        thread::spawn(move || {
+            let run = || -> Result<()> {
+                let one = Tensor::ones((1, 2, 64), DType::F32, CPU)?;
+                for i in 0..3000 {
+                    if writes {
+                        kv.slice_set(&one, 0, i % 64)?;
+                    } else {
+                        let (k, v) = (kv.narrow(1, 0, 1)?, kv.narrow(1, 1, 1)?);
+                        SparseAttention::new(1.).forward(
+                            &q,
+                            &KeyValues::packed(&k, &v),
+                            &positions,
+                        )?;
+                    }
+                }
+                Ok(())
+            };
+            done.send(run()).expect("the test waits");
+        });
+    }
+    for _ in 0..2 {
+        let end = ends.recv_timeout(Duration::from_secs(120));
+        end.expect("both threads come to an end")?;
+    }
+    Ok(())
+}
+
+#[test]
 fn index_topk_of_caches() -> Result<()> {
     cases::index_topk_of_caches(CPU)
 }
@@ -86,6 +131,11 @@ fn attention_in_f32() -> Result<()> {
 fn attention_in_half_precision() -> Result<()> {
     cases::attention_forms(DType::BF16, &[0, 3, 4, 7], CPU)?;
     cases::attention_forms(DType::F16, &[7], CPU)
+}
+
+#[test]
+fn attention_of_tiles() -> Result<()> {
+    cases::attention_of_tiles(DType::F32, CPU)
 }
 
 #[test]

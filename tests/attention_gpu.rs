@@ -223,6 +223,12 @@ fn index_topk_is_exact() -> Result<()> {
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
+fn index_topk_of_one_sequence() -> Result<()> {
+    in_both(cases::index_topk_of_one_sequence)
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
 fn index_topk_of_caches() -> Result<()> {
     in_both(cases::index_topk_of_caches)
 }
@@ -399,6 +405,15 @@ fn attention_forms() -> Result<()> {
             cases::attention_forms(dtype, &[0, 1, 2, 3, 4, 5, 6, 7], device)?;
         }
         Ok(())
+    })
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn attention_of_tiles() -> Result<()> {
+    in_both(|device| {
+        cases::attention_of_tiles(DType::BF16, device)?;
+        cases::attention_of_tiles(DType::F16, device)
     })
 }
 

@@ -90,7 +90,7 @@ __device__ __forceinline__ Item describe(const Request& r, int32_t i) {
     item.sequence = i / r.items_each;
     const int32_t within = i % r.items_each * kRows;
     item.first = int32_t(item.sequence) * r.rows_each + within;
-    item.count = min(kRows, r.rows_each - within);
+    item.count = max(0, min(min(kRows, r.rows_each - within), r.rows - item.first));
   }
   item.begin = ~0u;
   for (int32_t row = item.first; row < item.first + item.count; ++row) {

@@ -3,7 +3,8 @@
 use super::buffers::{IndexBuffers, Workspace};
 use super::keys::{Bounded, Form, Located, Placement, Places, Visible};
 use super::parts::{
-    check_dense, check_device, check_f32, check_size, shown, write_to, Backend, Held, Part,
+    check_dense, check_device, check_f32, check_size, merged_rows, shown, write_to, Backend, Held,
+    Part,
 };
 use super::{cpu, cuda, no_metal};
 use crate::selection::{Bounds, Selection, TopK};
@@ -63,7 +64,8 @@ impl IndexKeys {
     }
 
     /// The sequence of each row of queries, I32, I64 or U32 `[S]`. Without it the S rows are S / B
-    /// for each sequence, in order. A row of no sequence sees nothing.
+    /// for each sequence, in order. A row of no sequence sees nothing, and is to have an end of 0
+    /// where positions are selected too: what is selected among is told by the bounds alone.
     #[must_use]
     pub fn with_row_sequences(mut self, sequences: &Tensor) -> Self {
         self.placement.row_sequences = Some(sequences.clone());
@@ -113,12 +115,15 @@ impl Checked {
         keys: &IndexKeys,
         weights: &Tensor,
         visible: &Visible,
+        allocates: bool,
     ) -> Result<Self> {
         // [B, n, H, D] are B n rows.
+        let batch = (q.rank() == 4).then(|| q.dims()[0]);
         let (q, weights) = match (q.rank(), weights.rank()) {
-            (4, 3) if q.dims()[..3] == weights.dims()[..] => {
-                (q.flatten(0, 1)?, weights.flatten(0, 1)?)
-            }
+            (4, 3) if q.dims()[..3] == weights.dims()[..] => (
+                merged_rows(op, "q", q, allocates)?,
+                merged_rows(op, "weights", weights, allocates)?,
+            ),
             _ => (q.clone(), weights.clone()),
         };
         let &[rows, heads, dim] = q.dims() else {
@@ -161,6 +166,8 @@ impl Checked {
         }
         let leading = &keys.keys.dims()[..rank - 1];
         let places = keys.placement.places(op, &q, rows, leading)?;
+        keys.placement
+            .check_sequences(op, &places, batch, visible)?;
         if let Some(scales) = &keys.scales {
             check_f32(op, "the scales of the keys", scales, leading)?;
             check_device(op, &q, "the scales of the keys", scales)?;
@@ -211,7 +218,7 @@ impl Checked {
             *map = narrow(map)?;
         }
         let mut places = self.places;
-        if matches!(keys.placement.form, Form::Packed) {
+        if places.sequences == 1 {
             places.rows_each = rows;
         }
         Ok(Self {
@@ -228,7 +235,7 @@ impl Checked {
     }
 
     fn hold(&self) -> HeldScores<'_> {
-        HeldScores {
+        let held = HeldScores {
             checked: self,
             q: Held::new(&self.q),
             keys: Held::new(&self.keys.keys),
@@ -237,7 +244,9 @@ impl Checked {
             tables: self.keys.placement.hold(),
             starts: self.starts.as_ref().map(Held::new),
             ends: self.ends.as_ref().map(Held::new),
-        }
+        };
+        Held::lock(&held.all());
+        held
     }
 }
 
@@ -252,8 +261,8 @@ struct HeldScores<'a> {
     ends: Option<Held<'a>>,
 }
 
-impl HeldScores<'_> {
-    fn all(&self) -> Vec<&Held<'_>> {
+impl<'a> HeldScores<'a> {
+    fn all(&self) -> Vec<&Held<'a>> {
         let optional = [
             self.scales.as_ref(),
             self.tables.0.as_ref(),
@@ -328,7 +337,7 @@ pub fn indexer_scores(
     weights: &Tensor,
     visible: &Visible,
 ) -> Result<Tensor> {
-    scores(&Checked::new(OP, q, keys, weights, visible)?)
+    scores(&Checked::new(OP, q, keys, weights, visible, true)?)
 }
 
 /// The scores of checked operands, `[S, T]`.
@@ -369,7 +378,7 @@ pub fn indexer_scores_into(
     visible: &Visible,
     out: &Tensor,
 ) -> Result<()> {
-    scores_into(&Checked::new(OP, q, keys, weights, visible)?, out)
+    scores_into(&Checked::new(OP, q, keys, weights, visible, false)?, out)
 }
 
 /// The scores of checked operands into rows of `out`.
@@ -438,7 +447,7 @@ pub fn index_topk(
     top: &TopK,
     budget: usize,
 ) -> Result<Selection> {
-    let checked = Checked::new(TOPK, q, keys, weights, visible)?;
+    let checked = Checked::new(TOPK, q, keys, weights, visible, true)?;
     let (rows, width) = (checked.rows, checked.places.length);
     check_size(TOPK, "the positions", &[rows, top.k()])?;
     let device = checked.q.device();
@@ -446,7 +455,10 @@ pub fn index_topk(
         return Ok(Selection {
             positions: Tensor::full(u32::MAX, (rows, top.k()), device)?,
             counts: Tensor::zeros(rows, DType::U32, device)?,
-            values: None,
+            values: top
+                .has_values()
+                .then(|| Tensor::full(f32::NEG_INFINITY, (rows, top.k()), device))
+                .transpose()?,
         });
     }
     let row = width * size_of::<f32>();
@@ -499,7 +511,7 @@ pub fn index_topk_into(
     out: &mut IndexBuffers,
     workspace: &mut Workspace,
 ) -> Result<()> {
-    let checked = Checked::new(TOPK, q, keys, weights, visible)?;
+    let checked = Checked::new(TOPK, q, keys, weights, visible, false)?;
     let (rows, width) = (checked.rows, checked.places.length);
     workspace.check(TOPK, &checked.q)?;
     let (most, widest) = out.scores.dims2()?;

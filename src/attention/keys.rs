@@ -61,6 +61,33 @@ impl Placement {
         }
     }
 
+    /// Refuses queries, or lengths for decoding, of another number of sequences than the keys have,
+    /// where nothing else says which row is whose. `batch` is the B of queries `[B, n, ..]`.
+    pub fn check_sequences(
+        &self,
+        op: &str,
+        places: &Places,
+        batch: Option<usize>,
+        visible: &Visible,
+    ) -> Result<()> {
+        if self.row_sequences.is_some() || matches!(self.form, Form::Packed) {
+            return Ok(());
+        }
+        let lengths = match &visible.0 {
+            Rule::Decode { lengths } => lengths.dims().first().copied(),
+            _ => None,
+        };
+        for (name, count) in [("q", batch), ("lengths", lengths)] {
+            if let Some(count) = count.filter(|&count| count != places.sequences) {
+                bail!(
+                    "{op}: {name} is for {count} sequences and the keys are of {}, as many are needed, or with_row_sequences",
+                    places.sequences
+                )
+            }
+        }
+        Ok(())
+    }
+
     /// Checks the leading dimensions of the keys, which come without what a key holds, and the
     /// tables.
     pub fn places(&self, op: &str, q: &Tensor, rows: usize, leading: &[usize]) -> Result<Places> {
@@ -429,7 +456,7 @@ pub(crate) enum Lengths<'a, S> {
 
 impl Request<'_> {
     fn hold(&self) -> [Option<Held<'_>>; 3] {
-        match self {
+        let held = match self {
             Self::Decode { lengths } => [Some(Held::new(lengths)), None, None],
             Self::Packed {
                 queries,
@@ -440,7 +467,9 @@ impl Request<'_> {
                 Some(Held::new(keys)),
                 offsets.map(Held::new),
             ],
-        }
+        };
+        Held::lock(&held.iter().flatten().collect::<Vec<_>>());
+        held
     }
 
     fn run(&self, rows: usize) -> Result<(Option<Tensor>, Tensor)> {

@@ -91,6 +91,6 @@ pub(crate) fn preload(
 
 fn no_metal<T>(op: &str) -> candle_core::Result<T> {
     candle_core::bail!(
-        "{op}: the tensors are on a Metal device, CPU ones are accepted; move them with to_device"
+        "{op}: the tensors are on a Metal device, CPU and CUDA ones are accepted; move them with to_device"
     )
 }

@@ -6,7 +6,8 @@ use candle_core::{
     StorageRef, Tensor,
 };
 use half::slice::HalfFloatSliceExt;
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
+use std::rc::Rc;
 
 /// A storage of one of the two backends.
 pub(crate) trait Backend: BackendStorage {
@@ -38,27 +39,46 @@ pub(crate) struct Part<'a, S> {
     pub layout: &'a Layout,
 }
 
-/// A tensor whose storage is held for reading as long as this lives.
+/// A tensor whose storage is held for reading as long as this lives, once it is locked.
 pub(crate) struct Held<'a> {
-    storage: StorageRef<'a>,
-    layout: &'a Layout,
+    tensor: &'a Tensor,
+    storage: OnceCell<Rc<StorageRef<'a>>>,
 }
 
 impl<'a> Held<'a> {
     pub fn new(tensor: &'a Tensor) -> Self {
-        let (storage, layout) = tensor.storage_and_layout();
-        Self { storage, layout }
+        Self {
+            tensor,
+            storage: OnceCell::new(),
+        }
+    }
+
+    /// Locks the storages of tensors, each once however many share it: between two locks of one
+    /// storage another thread may come to wait for writing to it, and then neither goes on.
+    pub fn lock(all: &[&Self]) {
+        let own = |held: &&Self| address(&held.tensor.storage_and_layout().0);
+        let addresses: Vec<usize> = all.iter().map(own).collect();
+        for (i, held) in all.iter().enumerate() {
+            let earlier = addresses[..i].iter().position(|&its| its == addresses[i]);
+            let storage = match earlier.and_then(|j| all[j].storage.get()) {
+                Some(storage) => storage.clone(),
+                None => Rc::new(held.tensor.storage_and_layout().0),
+            };
+            held.storage.get_or_init(|| storage);
+        }
     }
 
     pub fn part<S: Backend>(&self) -> Part<'_, S> {
         Part {
-            storage: S::of(&self.storage),
-            layout: self.layout,
+            storage: S::of(self.storage()),
+            layout: self.tensor.layout(),
         }
     }
 
     pub fn storage(&self) -> &Storage {
-        &self.storage
+        self.storage
+            .get()
+            .expect("operands are locked before they are read")
     }
 }
 
@@ -145,7 +165,7 @@ pub(crate) fn write_to(
     write: impl FnOnce(Output) -> Result<()>,
 ) -> Result<()> {
     let own = address(&out.storage_and_layout().0);
-    if held.iter().any(|held| address(&held.storage) == own) {
+    if held.iter().any(|held| address(held.storage()) == own) {
         bail!("{op}: an output lies in the storage of an operand, it needs one of its own")
     }
     out.inplace_op1(&Write {
@@ -220,6 +240,25 @@ pub(crate) fn check_ints(op: &str, name: &str, tensor: &Tensor, dims: &[usize]) 
         )
     }
     Ok(())
+}
+
+/// `[B, n, ..]` as `[B n, ..]`: without a copy, but where one may be made.
+pub(crate) fn merged_rows(
+    op: &str,
+    name: &str,
+    tensor: &Tensor,
+    allocates: bool,
+) -> Result<Tensor> {
+    match *tensor.dims() {
+        [1, ..] => tensor.squeeze(0),
+        [_, 1, ..] => tensor.squeeze(1),
+        _ if allocates || tensor.is_contiguous() => tensor.flatten(0, 1),
+        _ => bail!(
+            "{op}: {name} is {} with strides {:?}, of which rows can't be made without a copy; it must be contiguous, or come as rows, with the first two dimensions as one",
+            shown(tensor),
+            tensor.stride()
+        ),
+    }
 }
 
 /// Refuses f32 numbers of another dtype or shape.

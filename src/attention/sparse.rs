@@ -3,8 +3,8 @@
 use super::buffers::Workspace;
 use super::keys::{Bounded, Form, Located, Placement, Places, Visible};
 use super::parts::{
-    check_dense, check_device, check_f32, check_ints, check_size, rounded, shown, write_to_both,
-    Backend, Held, Part,
+    check_dense, check_device, check_f32, check_ints, check_size, merged_rows, rounded, shown,
+    write_to_both, Backend, Held, Part,
 };
 use super::{cpu, cuda, no_metal};
 use crate::buffer::Buffer;
@@ -259,14 +259,14 @@ impl SparseAttention {
     ///
     /// # Errors
     /// For operands of a wrong rank, shape, dtype, layout or device, a block size other than 1, 64
-    /// and 128, and a scale that is not finite; for a device other than the CPU.
+    /// and 128, a scale that is not finite, and a device that is neither the CPU nor CUDA.
     pub fn forward<'a>(
         &self,
         q: &Tensor,
         kv: &KeyValues,
         positions: impl Into<Positions<'a>>,
     ) -> Result<Attention> {
-        let checked = Checked::new(self, q, kv, positions.into())?;
+        let checked = Checked::new(self, q, kv, positions.into(), true)?;
         let held = checked.hold();
         let dims = checked.dims;
         let (out, lse) = match held.q.storage() {
@@ -307,7 +307,7 @@ impl SparseAttention {
         [out, lse]: [&Tensor; 2],
         workspace: &mut Workspace,
     ) -> Result<()> {
-        let checked = Checked::new(self, q, kv, positions.into())?;
+        let checked = Checked::new(self, q, kv, positions.into(), false)?;
         workspace.check(OP, q)?;
         let dims = checked.dims;
         let shape = [dims.rows, dims.heads, dims.value_dim];
@@ -592,9 +592,11 @@ impl<'a> Checked<'a> {
         q: &Tensor,
         kv: &KeyValues,
         positions: Positions<'a>,
+        allocates: bool,
     ) -> Result<Self> {
+        let batch = (q.rank() == 4).then(|| q.dims()[0]);
         let q = match q.rank() {
-            4 => q.flatten(0, 1)?,
+            4 => merged_rows(OP, "q", q, allocates)?,
             _ => q.clone(),
         };
         let values = match &kv.values {
@@ -610,6 +612,8 @@ impl<'a> Checked<'a> {
         }
         let leading = &kv.keys.dims()[..kv.keys.rank() - 2];
         let places = kv.placement.places(OP, &q, dims.rows, leading)?;
+        kv.placement
+            .check_sequences(OP, &places, batch, &attention.visible)?;
         let bounds = attention.visible.bounds(dims.rows, q.device());
         let (starts, ends) = bounds.map_err(|e| e.context(OP))?;
         Ok(Self {
@@ -625,7 +629,7 @@ impl<'a> Checked<'a> {
     }
 
     fn hold(&self) -> HeldOperands<'_> {
-        HeldOperands {
+        let held = HeldOperands {
             q: Held::new(&self.q),
             keys: Held::new(&self.kv.keys),
             values: match &self.kv.values {
@@ -636,7 +640,9 @@ impl<'a> Checked<'a> {
             extras: Extras::hold(&self.attention, &self.positions, [&self.starts, &self.ends]),
             places: self.places,
             dims: self.dims,
-        }
+        };
+        Held::lock(&held.all());
+        held
     }
 }
 
@@ -664,6 +670,18 @@ impl<'a> Extras<'a> {
             ends: ends.as_ref().map(Held::new),
             scale: attention.scale,
         }
+    }
+
+    fn all(&self) -> Vec<&Held<'a>> {
+        let positions = match &self.positions {
+            HeldPositions::Tensor(held) => Some(held),
+            HeldPositions::Chosen(_) => None,
+        };
+        let optional = [&self.sink, &self.counts, &self.starts, &self.ends];
+        positions
+            .into_iter()
+            .chain(optional.into_iter().flatten())
+            .collect()
     }
 
     fn request<'b, S: Backend>(
@@ -701,7 +719,7 @@ struct HeldOperands<'a> {
     dims: Dims,
 }
 
-impl HeldOperands<'_> {
+impl<'a> HeldOperands<'a> {
     fn request<S: Backend>(&self) -> Attend<'_, S> {
         self.extras.request(
             [self.q.part(), self.keys.part()],
@@ -711,24 +729,12 @@ impl HeldOperands<'_> {
         )
     }
 
-    fn all(&self) -> Vec<&Held<'_>> {
-        let optional = [
-            self.values.as_ref(),
-            self.tables.0.as_ref(),
-            self.tables.1.as_ref(),
-            self.extras.sink.as_ref(),
-            self.extras.counts.as_ref(),
-            self.extras.starts.as_ref(),
-            self.extras.ends.as_ref(),
-        ];
-        let positions = match &self.extras.positions {
-            HeldPositions::Tensor(held) => Some(held),
-            HeldPositions::Chosen(_) => None,
-        };
+    fn all(&self) -> Vec<&Held<'a>> {
+        let optional = [&self.values, &self.tables.0, &self.tables.1];
         [&self.q, &self.keys]
             .into_iter()
-            .chain(positions)
             .chain(optional.into_iter().flatten())
+            .chain(self.extras.all())
             .collect()
     }
 }
@@ -766,6 +772,7 @@ impl SparseAttentionOp {
             .bounds(dims.rows, self.positions.device());
         let (starts, ends) = bounds.map_err(|e| e.context(OP))?;
         let extras = Extras::hold(&self.attention, &positions, [&starts, &ends]);
+        Held::lock(&extras.all());
         let part = |(storage, layout)| Part { storage, layout };
         let tables = (None, None);
         let located = Located::new(places, &tables);

@@ -119,6 +119,10 @@ impl TopK {
         self.k
     }
 
+    pub(crate) fn has_values(&self) -> bool {
+        self.values
+    }
+
     /// How [`select`](Self::select) would run these scores on this device.
     ///
     /// # Errors

@@ -727,6 +727,34 @@ pub fn score_refusals(device: &Device) -> Result<()> {
         run(&q, &packed, &w, &Visible::packed(&bad, &bad, Some(&bad))),
         &["query offsets is I64 [5]", "[4]"],
     );
+    // Of how many sequences.
+    let four = IndexKeys::batched(&zeros(&[4, 9, 32], DType::F32)?);
+    refused(
+        run(
+            &q.reshape((2, 2, 2, 32))?,
+            &four,
+            &w.reshape((2, 2, 2))?,
+            &all,
+        ),
+        &["q is for 2 sequences", "keys are of 4"],
+    );
+    let two = Tensor::zeros(2, DType::U32, device)?;
+    refused(
+        run(&q, &four, &w, &Visible::decode(&two)),
+        &["lengths is for 2 sequences", "keys are of 4"],
+    );
+    // Rows that can't be made of it without a copy.
+    let wide = zeros(&[2, 2, 4, 32], DType::F32)?.narrow(2, 0, 2)?;
+    refused(
+        indexer_scores_into(
+            &wide.narrow(1, 0, 2)?.transpose(0, 1)?,
+            &packed,
+            &w.reshape((2, 2, 2))?,
+            &all,
+            &zeros(&[4, 9], DType::F32)?,
+        ),
+        &["q is F32 [2, 2, 2, 32] with strides", "contiguous"],
+    );
     let transposed = zeros(&[32, 9], DType::F32)?.t()?;
     refused(
         run(&q, &IndexKeys::packed(&transposed), &w, &all),
@@ -857,6 +885,44 @@ pub fn index_topk_is_exact(dtype: DType, device: &Device) -> Result<()> {
 
 /// Decoding with a paged cache, mixed short and long sequences, and packed prefill of the same
 /// tokens choose the same keys; equal scores go to the lowest positions.
+/// A long prompt of one sequence in a cache, in chunks of rows, in any form of the cache.
+pub fn index_topk_of_one_sequence(device: &Device) -> Result<()> {
+    let rng = &mut rng(43);
+    let (rows, length, heads, dim, k) = (150, 192, 4, 32, 12);
+    let random = |dims: &[usize], dtype, rng: &mut StdRng| {
+        tensor(&normals(dims.iter().product(), rng), dims, dtype, device)
+    };
+    let q = random(&[1, rows, heads, dim], DType::BF16, rng)?;
+    let weights = random(&[1, rows, heads], DType::F32, rng)?;
+    let keys = random(&[1, length, dim], DType::BF16, rng)?;
+    let ends: Vec<i64> = (0..rows as i64).map(|row| row + 1).collect();
+    let visible = Visible::between(None, Some(&ints(&ends, 1, device)?));
+    let top = TopK::new(k)?.order(Order::ByPosition).with_values();
+    let run = |keys: &IndexKeys, rows: usize| -> Result<_> {
+        let chosen = index_topk(&q, keys, &weights, &visible, &top, rows * length * 4)?;
+        let positions = chosen.positions.to_device(&Device::Cpu)?.to_vec2::<u32>()?;
+        let values = numbers(&chosen.values.expect("they are asked for"))?;
+        Ok((positions, values))
+    };
+    let whole = run(&IndexKeys::packed(&keys.squeeze(0)?), rows)?;
+    for (row, positions) in whole.0.iter().enumerate() {
+        let valid = positions.iter().filter(|&&p| p != NONE).count();
+        assert_eq!(valid, k.min(row + 1), "row {row}");
+    }
+    let (pool, table) = paged(&keys, 16, &[length as i64], rng)?;
+    let table = ints(&table, 0, device)?.reshape((1, length / 16))?;
+    for (form, keys) in [
+        ("packed", IndexKeys::packed(&keys.squeeze(0)?)),
+        ("batched", IndexKeys::batched(&keys)),
+        ("paged", IndexKeys::paged(&pool, &table)),
+    ] {
+        for rows in [1, 7, 64, 149, 150] {
+            assert!(run(&keys, rows)? == whole, "{form}, {rows} rows at a time");
+        }
+    }
+    Ok(())
+}
+
 pub fn index_topk_of_caches(device: &Device) -> Result<()> {
     let rng = &mut rng(41);
     let (length, heads, dim, k) = (64, 4, 32, 12);
@@ -1367,6 +1433,43 @@ pub fn attention_forms(dtype: DType, extras: &[u32], device: &Device) -> Result<
                 let (out, lse) = case.run(seed as usize, device)?;
                 case.check(&out, &lse, &format!("{form:?} {extras:?}"))?;
             }
+        }
+    }
+    Ok(())
+}
+
+/// Blocks of keys with so many rows that several share a tile, of one head of a group and of many.
+pub fn attention_of_tiles(dtype: DType, device: &Device) -> Result<()> {
+    let mut seed = 7000;
+    for (rows, heads, kv_heads) in [
+        (2300, 4, 4),
+        (300, 32, 32),
+        (700, 8, 2),
+        (700, 6, 2),
+        (150, 64, 1),
+    ] {
+        for (key_dim, block, width, length) in [(64, 64, 3, 500), (128, 128, 2, 900)] {
+            seed += 1;
+            let form = Form {
+                rows,
+                length,
+                heads,
+                kv_heads,
+                key_dim,
+                value_dim: Some(key_dim),
+                width,
+                per_head: seed % 2 == 0,
+                block,
+                dtype,
+            };
+            let extras = Extras {
+                counts: true,
+                bounds: true,
+                sink: seed % 3 == 0,
+            };
+            let case = Attended::random(form, extras, seed, device)?;
+            let (out, lse) = case.run(seed as usize, device)?;
+            case.check(&out, &lse, &format!("{form:?} {extras:?}"))?;
         }
     }
     Ok(())

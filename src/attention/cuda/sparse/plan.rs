@@ -172,6 +172,9 @@ fn kind(dims: &Dims, half: bool, values_of_keys: bool, props: &Props) -> Kind {
     found.unwrap_or(Kind::Fma(if value <= 128 { 1 } else { 4 }))
 }
 
+/// `kRows` in `kernels/attention/sm90_sparse_tile.cuh`: what a tile has room for.
+const TILE_ROWS: usize = 64;
+
 /// `rows_each` is the number of rows of a sequence, 0 where that is not known.
 pub(super) fn plan(
     dims: &Dims,
@@ -196,7 +199,7 @@ pub(super) fn plan(
     let tile_rows = match kind {
         // As many as fit, but not fewer tiles than there are multiprocessors for.
         Kind::Tile(_) => {
-            let most = 2 * (64 / (dims.heads / dims.kv_heads));
+            let most = (2 * (64 / (dims.heads / dims.kv_heads))).min(TILE_ROWS);
             let each = if rows_each == 0 { most } else { rows_each };
             let enough = (dims.rows * dims.kv_heads).div_ceil(props.multiprocessors);
             most.min(each).min(enough).max(1)
@@ -363,6 +366,9 @@ mod tests {
                     ([128, 1], [576, 512], true),
                     ([128, 128], [192, 128], false),
                     ([32, 8], [128, 128], false),
+                    ([32, 32], [128, 128], false),
+                    ([16, 16], [64, 64], false),
+                    ([64, 1], [64, 64], false),
                     ([1, 1], [3000, 5000], false),
                 ] {
                     for (width, block) in
@@ -385,6 +391,7 @@ mod tests {
                             );
                             assert!(plan.part_floats <= workspace_floats(props.multiprocessors));
                             assert!(plan.units_per_launch >= 1);
+                            assert!((1..=TILE_ROWS).contains(&plan.tile_rows));
                             let jobs =
                                 plan.units_per_launch * if plan.split { plan.segments } else { 1 };
                             assert!(jobs <= 1 << 30);
