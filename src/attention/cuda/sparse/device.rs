@@ -142,7 +142,7 @@ fn merging(device: &CudaDevice, dtype: DType) -> Result<Kernel> {
 }
 
 /// Loads all kernels for tensors of this dtype.
-pub(in super::super::super) fn preload(device: &CudaDevice, dtype: DType) -> Result<()> {
+pub(crate) fn preload(device: &CudaDevice, dtype: DType) -> Result<()> {
     let mut kinds = vec![Kind::Fma(1), Kind::Fma(4)];
     if dtype != DType::F32 {
         for tiles in [1, 2] {
@@ -244,7 +244,10 @@ fn launch(request: &Attend<CudaStorage>, plan: &Plan, props: &Props, memory: Mem
 
     let element = dtype.size_in_bytes();
     let aligned = |at: u64, strides: &[usize]| {
-        at % 16 == 0 && strides.iter().all(|stride| stride * element % 16 == 0)
+        at.is_multiple_of(16)
+            && strides
+                .iter()
+                .all(|stride| (stride * element).is_multiple_of(16))
     };
     let places = request.located.places;
     let vectors = |at: u64, layout: &Layout| {
@@ -290,7 +293,7 @@ fn launch(request: &Attend<CudaStorage>, plan: &Plan, props: &Props, memory: Mem
         aligned(q, q_strides),
         keys_aligned,
         values_aligned,
-        aligned(out, out_strides) && dims.value_dim % 2 == 0,
+        aligned(out, out_strides) && dims.value_dim.is_multiple_of(2),
     ];
     let mut asked = Request {
         q,
