@@ -14,6 +14,7 @@ fn main() {
 #[cfg(feature = "cuda")]
 mod kernels {
     use cudaforge::{CudaToolkit, GpuArch, KernelBuilder};
+    use std::hash::{DefaultHasher, Hash, Hasher};
     use std::path::{Path, PathBuf};
     use std::process::Command;
     use std::sync::atomic::{AtomicUsize, Ordering};
@@ -82,7 +83,8 @@ mod kernels {
     /// `Some`, or `None` where the kernel isn't for it. The driver would take seconds for each when it
     /// is first loaded.
     fn assemble(folder: &str, arch: &GpuArch, out: &Path) -> Result<String, Error> {
-        let ptxas = CudaToolkit::detect()?.nvcc_path.with_file_name("ptxas");
+        let nvcc = CudaToolkit::detect()?.nvcc_path;
+        let nvcc = nvcc.canonicalize().unwrap_or(nvcc);
         let mut names: Vec<_> = std::fs::read_dir(folder)?
             .flatten()
             .map(|entry| entry.path())
@@ -95,7 +97,7 @@ mod kernels {
         let work = || -> Result<(), Error> {
             while let Some(name) = names.get(next.fetch_add(1, Ordering::Relaxed)) {
                 if serves(name) {
-                    assemble_one(&ptxas, arch, &out.join(name))?;
+                    assemble_one(&nvcc, arch, &out.join(name))?;
                 }
             }
             Ok(())
@@ -122,22 +124,26 @@ mod kernels {
         Ok(declarations.collect())
     }
 
-    fn assemble_one(ptxas: &Path, arch: &GpuArch, kernel: &Path) -> Result<(), Error> {
+    fn assemble_one(nvcc: &Path, arch: &GpuArch, kernel: &Path) -> Result<(), Error> {
         let (ptx, cubin) = (kernel.with_extension("ptx"), kernel.with_extension("cubin"));
-        let written = |path: &Path| path.metadata()?.modified();
-        // Of another GPU's build, or of earlier PTX.
-        let stamp = kernel.with_extension("arch");
-        let current = std::fs::read_to_string(&stamp).is_ok_and(|of| of == arch.to_nvcc_arch())
-            && written(&cubin).is_ok_and(|at| written(&ptx).is_ok_and(|of| at >= of));
-        if current {
+        // What it is made of and for, and that it was written whole. Times would not tell of another GPU's
+        // build, nor where machines share a target folder.
+        let stamp = kernel.with_extension("cubin-of");
+        let mut hasher = DefaultHasher::new();
+        std::fs::read(&ptx)?.hash(&mut hasher);
+        let of = format!("{} {:016x}", arch.to_nvcc_arch(), hasher.finish());
+        let made = |cubin: &Path| Some(format!("{of} {}", whole_elf(&std::fs::read(cubin).ok()?)?));
+        if made(&cubin).is_some_and(|own| std::fs::read_to_string(&stamp).is_ok_and(|it| it == own))
+        {
             return Ok(());
         }
-        let output = Command::new(ptxas)
-            .arg(format!("-arch={}", arch.to_nvcc_arch()))
+        let _ = std::fs::remove_file(&stamp);
+        let output = Command::new(nvcc)
+            .args(["-cubin", &format!("-arch={}", arch.to_nvcc_arch())])
             .args([&ptx, Path::new("-o"), &cubin])
             .current_dir(kernel.parent().unwrap_or(Path::new(".")))
             .output()
-            .map_err(|error| format!("{}: {error}", ptxas.display()))?;
+            .map_err(|error| format!("{}: {error}", nvcc.display()))?;
         if !output.status.success() {
             return Err(format!(
                 "{}: {}",
@@ -146,7 +152,29 @@ mod kernels {
             )
             .into());
         }
-        std::fs::write(stamp, arch.to_nvcc_arch())?;
+        // It succeeds on a full disk, too.
+        let own = made(&cubin).ok_or_else(|| {
+            format!(
+                "{} was not written whole: is the disk full?",
+                cubin.display()
+            )
+        })?;
+        std::fs::write(stamp, own)?;
         Ok(())
+    }
+
+    /// The length of an ELF file for 64 bits that holds all its tables, which lie at its end.
+    fn whole_elf(file: &[u8]) -> Option<usize> {
+        let number = |at: usize, bytes: usize| -> Option<u64> {
+            let field = file.get(at..at + bytes)?.iter().rev();
+            Some(field.fold(0, |number, &byte| number << 8 | byte as u64))
+        };
+        for (offset, size, count) in [(0x20, 0x36, 0x38), (0x28, 0x3a, 0x3c)] {
+            let table = number(size, 2)? * number(count, 2)?;
+            if number(offset, 8)?.checked_add(table)? > file.len() as u64 {
+                return None;
+            }
+        }
+        file.starts_with(b"\x7fELF").then_some(file.len())
     }
 }

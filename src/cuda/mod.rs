@@ -430,12 +430,11 @@ impl Kernel {
         );
         let mut most = 0;
         // SAFETY: the function is alive in `self`, and the driver reads what is passed.
-        unsafe {
+        let answer = unsafe {
             sys::cuOccupancyMaxActiveClusters(&mut most, self.function.cu_function(), &config)
-        }
-        .result()
-        .w()?;
-        Ok(most as usize)
+        };
+        // A part of a device may be too small for any: then there are none.
+        Ok(answer.result().map_or(0, |()| most as usize))
     }
 
     fn config(&self, teams: Teams, cluster: &mut sys::CUlaunchAttribute) -> sys::CUlaunchConfig {
@@ -486,6 +485,11 @@ impl Module {
     /// The machine code, loaded, where the build has made any for the device and the driver takes it.
     /// (Candle loads PTX alone.)
     fn assembled(&self, device: &CudaDevice) -> Result<Option<Arc<CudaModule>>> {
+        const REFUSED: [sys::CUresult; 3] = [
+            sys::CUresult::CUDA_ERROR_INVALID_IMAGE,
+            sys::CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU,
+            sys::CUresult::CUDA_ERROR_INVALID_SOURCE,
+        ];
         type Loaded = BTreeMap<(usize, &'static str), Option<Arc<CudaModule>>>;
         static LOADED: Mutex<Loaded> = Mutex::new(BTreeMap::new());
         let stream = device.cuda_stream();
@@ -499,7 +503,13 @@ impl Module {
             return Ok(module.clone());
         }
         let module = match context.compute_capability().w()? == cubin::CAPABILITY {
-            true => context.load_module(Ptx::from_binary(code.to_vec())).ok(),
+            true => match context.load_module(Ptx::from_binary(code.to_vec())) {
+                Ok(module) => Some(module),
+                // A driver that is older than the build's nvcc.
+                Err(error) if REFUSED.contains(&error.0) => None,
+                // What may be otherwise next time, and what the driver says of PTX, too.
+                Err(_) => return Ok(None),
+            },
             false => None,
         };
         loaded.insert(key, module.clone());
