@@ -145,7 +145,7 @@ __device__ void gather(const Request& r, uint32_t base, Rest& rest, int half, in
     Unit unit(r, r.first_unit + work.local);
     Finder finder(r, unit.row, unit.kv_head);
     const T* keys = static_cast<const T*>(r.keys.at) + unit.kv_head * r.keys.head + lane % 8 * 8;
-    const T* somewhere = static_cast<const T*>(r.q);
+    const T* somewhere = aligned_down(static_cast<const T*>(r.q));
     int pairs = work.pairs(r, finder);
     int64_t number = work.first * r.segment + kWhich * 64 + half * 32 + lane;
     uint32_t entry = finder.entry(r, number);

@@ -196,7 +196,7 @@ __device__ void run(const Request& r) {
       if (group == 2) {
         const T* keys = static_cast<const T*>(r.keys.at) + kv_head * r.keys.head;
         const T* values = static_cast<const T*>(r.values.at) + kv_head * r.values.head;
-        const T* somewhere = static_cast<const T*>(r.q);
+        const T* somewhere = aligned_down(static_cast<const T*>(r.q));
         int piece = lane % 8, sub = lane / 8, own_warp = warp % 4;
         for (int word = 0; word < words; word++) {
           uint32_t bits = rest.all[0][word] | rest.all[1][word];

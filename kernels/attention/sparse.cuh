@@ -39,6 +39,12 @@ struct Vectors {
   int64_t head;
 };
 
+// What an asynchronous copy of nothing may name: it is not read, but is to be aligned.
+template <typename T>
+__device__ inline const T* aligned_down(const T* at) {
+  return reinterpret_cast<const T*>(reinterpret_cast<uintptr_t>(at) & ~uintptr_t(15));
+}
+
 struct Request {
   const void* q;
   int64_t q_row, q_head;

@@ -49,7 +49,7 @@ __device__ inline void gather_rows(uint32_t to, const T* from, const T* somewher
 #pragma unroll
     for (int row = 0; row < kRows; row += kThreads / 8) {
       int64_t offset = at(row + tid / 8);
-      const T* vector = offset >= 0 ? from + offset + piece * 8 : somewhere;
+      const T* vector = offset >= 0 ? from + offset + piece * 8 : aligned_down(somewhere);
       Slices<0, kDim / 64>::copy(to + row * kPitch, reinterpret_cast<const uint8_t*>(vector), offset >= 0);
     }
   } else {

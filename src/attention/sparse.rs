@@ -182,11 +182,12 @@ pub struct Attention {
 /// Skipped, and never read into the result whatever lies there: `u32::MAX` and every position at or
 /// beyond the end of the keys; those outside what the row may see; entries at or beyond the row's
 /// count; and keys on pages that do not exist. Positions of a row are distinct, as a selector's are:
-/// one that comes twice counts twice, or with blocks of keys on a CUDA device once.
+/// one that comes twice counts twice, or with blocks of keys once or twice.
 ///
 /// A row with nothing to attend to gives 0 and an lse of -inf. So does a row whose scores are all
-/// -inf. Products, softmax and sums are f32; the output is rounded once. Deterministic: a row is a
-/// function of its own queries, positions and keys.
+/// -inf. Products, softmax and sums are f32; the output is rounded once. On CUDA the weights of the values
+/// are rounded too, relative to the greatest score so far: of F16 to F16, of BF16 to two BF16 terms.
+/// Deterministic: a row is a function of its own queries, positions and keys.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
