@@ -33,7 +33,11 @@ const REQUIRED: &[(&str, &[&str])] = &[
         ],
     ),
     ("score_statistics", &["part", "k", "rows"]),
+    ("indexer_scores", ATTENTION),
+    ("index_topk", ATTENTION),
+    ("sparse_attention", ATTENTION),
 ];
+const ATTENTION: &[&str] = &["phase", "s", "t", "h", "dtype", "us", "exact"];
 const KERNEL: &[&str] = &[
     "b",
     "v",

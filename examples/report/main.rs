@@ -12,6 +12,7 @@
 //! run-gpu.sh of the same revision (`*.txt`) lies beside it, the driver is taken from that.
 
 mod ablations;
+mod attention;
 mod kernels;
 mod lines;
 mod plot;
@@ -105,10 +106,12 @@ fn run(args: &Args) -> Result<()> {
     out.extend(ablations::ablations(&results));
     out.extend(ablations::crossover(&results));
     out.extend(scores::statistics(&results));
+    out.extend(attention::tables(&results));
     let mut plots = plot::Plots::new(&folder);
     selection::draw(&results, &peers.selection, &mut plots)?;
     ablations::draw(&results, &mut plots)?;
     scores::draw(&results, &mut plots)?;
+    attention::draw(&results, &mut plots)?;
     files.extend(plots.files);
     for file in files {
         eprintln!("drawn: {}", file.display());
