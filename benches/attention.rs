@@ -10,6 +10,7 @@
 //! | `scores` | `indexer_scores` | causal prefill: the last 8192 of 8K and 64K tokens, 64 and 32 heads x 128 |
 //! | `decode` | `index_topk` | 1, 8 and 64 sequences of 64K tokens, one and two new ones each, batched and paged |
 //! | `prefill` | `index_topk` | the last 8192 of 64K tokens under a budget of 1 GB, beside the sum of its parts |
+//! | `chain` | `index_topk`, `name` "gqa chain" | a step of decoding of a GQA model, 8 sequences of 128K tokens: scores of an indexer with one bf16 key a token, selection and attention of 32 heads on 8 in one graph |
 //! | `terminal` | `index_topk` | the last full call of the paper's requests of 245K and 430K tokens (section 6.3), in one graph |
 //!
 //! How it is measured is how `selection` does it: ops are captured in CUDA graphs whose replays are timed
@@ -34,14 +35,15 @@ mod traces;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, PushKernelArg};
 use candle_core::cuda_backend::WrapErr;
-use candle_core::{bail, DType, Result, Tensor};
+use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_topk::attention::{
-    index_topk, index_topk_into, indexer_scores_into, IndexBuffers, IndexKeys, Visible, Workspace,
+    index_topk, index_topk_into, indexer_scores_into, IndexBuffers, IndexKeys, KeyValues,
+    SparseAttention, Visible, Workspace,
 };
 use candle_topk::selection::{self, Bounds, Order, Selection, SelectionBuffers, TopK};
 use check::{compare, Given};
 use clap::{Parser, ValueEnum};
-use common::attention::{distance, numbers};
+use common::attention::{close, distance, numbers};
 use device::{host_row, median, or, us, write, Gpu, EVICTED_BYTES};
 use rand::Rng;
 use serde_json::{json, Value};
@@ -67,7 +69,7 @@ struct Args {
     /// Types of queries and keys [default: fp8,bf16]
     #[arg(long, value_enum, value_delimiter = ',')]
     dtype: Vec<Type>,
-    /// Tokens of a sequence, of the grids other than `terminal`
+    /// Tokens of a sequence, of the grids other than `terminal`; `chain` takes twice as many
     #[arg(long, default_value_t = 64 << 10)]
     t: usize,
     /// How many rows of each shape are checked
@@ -89,11 +91,18 @@ enum Grid {
     Scores,
     Decode,
     Prefill,
+    Chain,
     Terminal,
 }
 
 impl Grid {
-    const ALL: [Self; 4] = [Self::Scores, Self::Decode, Self::Prefill, Self::Terminal];
+    const ALL: [Self; 5] = [
+        Self::Scores,
+        Self::Decode,
+        Self::Prefill,
+        Self::Chain,
+        Self::Terminal,
+    ];
 
     /// Prints its lines; gives the number of mismatches.
     fn run(self, bench: &Bench) -> Result<usize> {
@@ -120,6 +129,7 @@ impl Grid {
             Self::Prefill => {
                 bench.each(&[DType::F8E4M3, DType::BF16], |dtype| bench.prefill(dtype))
             }
+            Self::Chain => bench.chain(),
             Self::Terminal => {
                 bench.each(&[DType::F8E4M3, DType::BF16], |dtype| bench.terminal(dtype))
             }
@@ -592,6 +602,84 @@ impl Bench {
                 "over_parts": us(median(&times) / parts),
                 "tflops": (operands.flops() / median(&scores_times) / 1e6).round(),
                 "l2": "warm", "exact": mismatches == 0,
+            }),
+        );
+        Ok(mismatches)
+    }
+
+    /// A step of decoding of a GQA model.
+    fn chain(&self) -> Result<usize> {
+        let gpu = &self.gpu;
+        let (sequences, length) = (8, 2 * self.args.t);
+        let (heads, kv_heads) = (32, 8);
+        let ends = vec![length as u32; sequences];
+        let shape = (sequences, length);
+        let operands = Operands::new(gpu, DType::BF16, HEADS, shape, ends, false)?;
+        let keys = operands.keys()?;
+        let q = normal(gpu, &[sequences, heads, DIM], DType::BF16)?;
+        let dims = [sequences, length, kv_heads, DIM];
+        let k = normal(gpu, &dims, DType::BF16)?;
+        let v = normal(gpu, &dims, DType::BF16)?;
+        let kv = KeyValues::batched(&k, &v);
+        let attention = SparseAttention::new((DIM as f32).powf(-0.5));
+        let out = Tensor::zeros((sequences, heads, DIM), DType::BF16, &gpu.device)?;
+        let lse = Tensor::zeros((sequences, heads), DType::F32, &gpu.device)?;
+        let mut chosen = IndexBuffers::new(sequences, length, K, &gpu.device)?;
+        let mut space = Workspace::new(&gpu.device)?;
+        let top = TopK::new(K)?;
+        let mut step = |chosen: &mut IndexBuffers| {
+            let Operands {
+                q: index_q,
+                weights,
+                visible,
+                ..
+            } = &operands;
+            index_topk_into(index_q, &keys, weights, visible, &top, chosen, &mut space)?;
+            attention.forward_into(&q, &kv, chosen.chosen(), [&out, &lse], &mut space)
+        };
+        step(&mut chosen)?;
+        let graph = gpu.capture(|| step(&mut chosen))?;
+        gpu.poison(chosen.scores())?;
+        gpu.poison(&out)?;
+        graph.launch().w()?;
+        let what = "a step of decoding";
+        let mut mismatches = self.check_scores(what, &operands, chosen.scores())?;
+        let selection = chosen.chosen().selection()?;
+        mismatches += self.check_positions(what, &operands, chosen.scores(), &selection)?;
+        for row in self.picked(sequences) {
+            // The row's own keys and values, on the CPU.
+            let positions = selection.positions.get(row)?;
+            let on_cpu = |of: &Tensor| {
+                let gathered = of.get(row)?.index_select(&positions, 0)?;
+                gathered.to_device(&Device::Cpu)?.to_dtype(DType::F32)
+            };
+            let own = |of: &Tensor| {
+                let row = of.narrow(0, row, 1)?.to_device(&Device::Cpu)?;
+                row.to_dtype(DType::F32)
+            };
+            let all = Tensor::arange(0u32, K as u32, &Device::Cpu)?.unsqueeze(0)?;
+            let kv = KeyValues::packed(&on_cpu(&k)?, &on_cpu(&v)?);
+            let wanted = attention.forward(&own(&q)?, &kv, &all)?.out;
+            let (got, wanted) = (numbers(&own(&out)?)?, numbers(&wanted)?);
+            if let Err(error) = close(&got, &wanted, 8e-4, 3. / 128., what) {
+                eprintln!("MISMATCH: {what}, row {row}: {error}");
+                mismatches += 1;
+            }
+        }
+        drop(selection);
+        let times = self.replays(&graph, None)?;
+        // All keys and values, once.
+        let bytes = k.elem_count() * DType::BF16.size_in_bytes();
+        let dense = 2.0 * gpu.floor(false, &k, bytes)?;
+        self.print(
+            "index_topk",
+            &times,
+            json!({
+                "name": "gqa chain", "phase": "decode", "s": sequences, "t": length, "h": heads,
+                "kv_h": kv_heads, "d": DIM, "dv": DIM, "k": K, "block": 1, "shared": 1,
+                "index_h": HEADS, "index_d": DIM, "dtype": "bf16", "l2": "rotated",
+                "dense_read_us": us(dense), "over_dense_read": us(dense / median(&times)),
+                "read_floor_us": us(self.read_floor(operands.bytes())?), "exact": mismatches == 0,
             }),
         );
         Ok(mismatches)

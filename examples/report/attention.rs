@@ -57,7 +57,7 @@ fn latent(line: &Line, name: &str, [s, t]: [u64; 2]) -> bool {
         && [line.int("s"), line.int("t"), line.int("h")] == [s, t, 128]
 }
 
-const BARS: [Bar; 12] = [
+const BARS: [Bar; 13] = [
     Bar {
         name: "indexer scores bf16, 64 heads x 128, S = 8192, T = 64K causal, TFLOP/s",
         value: Value::AtLeast(tflops),
@@ -134,6 +134,13 @@ const BARS: [Bar; 12] = [
         must: 150.0,
         goal: 85.0,
         of: |l| latent(l, "latent decode", [64, 65536]),
+    },
+    Bar {
+        name: "a step of GQA decoding, 8 sequences of 128K, of reading the dense keys and values once, x",
+        value: Value::AtLeast(|l| l.number("over_dense_read")),
+        must: 6.0,
+        goal: 9.0,
+        of: |l| l.text("name") == "gqa chain",
     },
     Bar {
         name: "GQA prefill bf16, 32 / 8 heads x 128, blocks of 64 that neighbours share, TFLOP/s",
