@@ -21,6 +21,9 @@
 //     one key, whatever the values; as soon as 32 elements are left in it, a warp ranks them. On a
 //     miss, a histogram of the row narrows the range by 2048 at a time until what is in it fits into
 //     shared memory, and the search goes on there.
+//     Where the sample says that a good part of the row is kept, by a law that a few logits it has missed
+//     can't upset, nothing is gathered at first: a histogram by value finds the bins that the cut should
+//     lie in, and a second pass gathers those and takes the exact masses above and below.
 //  4. Duplicates. Of the elements that have the cut's key, those with the lowest positions are
 //     kept. The same pivot search, over positions, finds the last of them.
 //
@@ -102,6 +105,9 @@ struct alignas(16) Histogram {
   unsigned counts[kBins], mass0[kBins], mass1[kBins], mass2[kBins];
 };
 
+// By value, of equal widths.
+constexpr int kFlatBins = 8192;
+
 constexpr int kSegments = 256;
 
 // The best of a row in order, found first in any order.
@@ -173,6 +179,7 @@ struct alignas(16) Shared {
       Elements gathered, slice;
     };
     Histogram histogram;
+    unsigned flat[kFlatBins];
     Mass segments[kSegments];
   };
 };
@@ -183,6 +190,7 @@ struct alignas(16) Shared<1> {
     Elements gathered;
     Elements slice;
     Histogram histogram;
+    unsigned flat[kFlatBins];
     Mass segments[kSegments];
   };
 };
@@ -540,6 +548,8 @@ struct Kept {
     float reference;  // the greatest logit that has been seen
     // A sample of the row may say better; or is to say, before all else.
     bool first_guess, asks_sample;
+    // A good part of the row is kept: of values from the threshold to the reference.
+    bool flat;
   };
 
   // Sends for the slice, where all of the row fits on chip. A warp has a part to itself.
@@ -583,6 +593,11 @@ struct Kept {
                             "+f"(limits.top_p), "+f"(limits.min_p), "+f"(limits.temperature));
           proposal = propose(Sampled(row));
         }
+      }
+      if (proposal.flat) {
+        if (cut_flat(proposal)) return;
+        // Something that it doesn't serve: then as if nothing was known of the row.
+        proposal.gathers = false, proposal.first_guess = false;
       }
       Part part = {0.0f, 0.0f};
       counted = limited && !proposal.gathers;
@@ -666,19 +681,19 @@ struct Kept {
     const uint4 four = reinterpret_cast<const uint4*>(maxima)[lane];
     const unsigned best = __reduce_max_sync(~0u, max(max(four.x, four.y), max(four.z, four.w)));
     row_best = best == ~0u ? CUDART_NAN_F : value_of(best);
-    if (best == ~0u) return {0.0f, false, 0.0f, false, false};
+    if (best == ~0u) return {0.0f, false, 0.0f, false, false, false};
     const float reference = row_best;
     const auto above = [&](float threshold, bool guess) {
-      return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference, guess, false};
+      return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference, guess, false, false};
     };
     if (row.size <= kCandidates || reference == -CUDART_INF_F) return above(-CUDART_MAX_NORMAL_F, false);
     const bool by_count = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
     if (!by_count && !(limits.top_p < 1.0f)) {
-      if (!(limits.min_p > 0.0f)) return {0.0f, false, reference, false, false};
+      if (!(limits.min_p > 0.0f)) return {0.0f, false, reference, false, false, false};
       return above(reference + limits.temperature * (logf(limits.min_p) - 1e-3f), false);
     }
     if (limits.top_k == 1) return above(reference, false);
-    if (by_count && limits.top_k > kGroups) return {0.0f, false, reference, false, true};
+    if (by_count && limits.top_k > kGroups) return {0.0f, false, reference, false, true, false};
     // At least k reach the kth greatest. Half of the parts have about 90 that do.
     const unsigned nth = by_count ? limits.top_k : kGroups / 2;
     constexpr int kShare = kThreads / kGroups, kOthers = kGroups / kShare;
@@ -732,14 +747,14 @@ struct Kept {
       return nth_greatest;
     };
     const auto above = [&](float threshold) {
-      return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference, false, false};
+      return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference, false, false, false};
     };
     // Everything above -inf fits, or may.
     if (row.size <= kCandidates || reference == -CUDART_INF_F) return above(-CUDART_MAX_NORMAL_F);
     const bool by_count = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
     const bool by_mass = limits.top_p < 1.0f;
     if (!by_count && !by_mass) {
-      if (!(limits.min_p > 0.0f)) return {0.0f, false, reference, false, false};
+      if (!(limits.min_p > 0.0f)) return {0.0f, false, reference, false, false, false};
       return above(reference + limits.temperature * (logf(limits.min_p) - 1e-3f));
     }
     // How many logits one of the sample stands for.
@@ -750,7 +765,6 @@ struct Kept {
       // Fewer than k reach it about once in 100,000 rows.
       nth = (int)fminf(2.0f * limits.top_k / each + 7.0f, 64.0f);
       if (nth <= 48) return above(nth_maximum(nth));
-      if (limits.top_k > kCandidates / 2) return {0.0f, false, reference, false, false};
     } else {
       nth = (int)fminf(fmaxf(768.0f / each, 4.0f), 40.0f);
     }
@@ -782,15 +796,23 @@ struct Kept {
     const float mean = m.sum / m.n;
     const float sigma = sqrtf(fmaxf(m.squares / m.n - mean * mean, 0.0f));
     const float size = m.n * each;
+    const auto flat = [&] {
+      // Six deviations hold what matters; the greatest may lie further out.
+      const float least = reference + mean - 6.0f * sigma, most = fmaxf(reference + mean + 6.0f * sigma, reference);
+      if (!(least > -CUDART_MAX_NORMAL_F)) return Proposal{0.0f, false, reference, false, false, false};
+      return Proposal{least, false, most, false, false, true};
+    };
     // The deviation that about `count` elements exceed.
     auto quantile = [&](float count) { return -normcdfinvf(fminf(count / size, 0.5f)); };
     float delta;
     if (by_count) {
+      if (limits.top_k > kCandidates / 2) return flat();
       delta = 0.8f * quantile((float)limits.top_k);  // the paper's margin
       delta = fmaxf(delta, quantile(0.5f * (limits.top_k + kCandidates)));
     } else {
       // Under softmax a normal law is a normal law about its mean plus sigma squared.
       delta = sigma / limits.temperature - normcdfinvf(limits.top_p);
+      if (delta < quantile(0.25f * size)) return flat();
       delta -= 0.2f * fabsf(delta);
       // Where more are kept than fit, by this law: greater logits that the sample has missed may
       // still outweigh it.
@@ -799,7 +821,7 @@ struct Kept {
     }
     const float proposed = reference + mean + delta * sigma;
     // No statistics (no number in the sample, infinite ones): nothing is gathered.
-    if (!(proposed > -CUDART_INF_F)) return {0.0f, false, reference, false, false};
+    if (!(proposed > -CUDART_INF_F)) return {0.0f, false, reference, false, false, false};
     return above(fminf(proposed, reference));
   }
 
@@ -1025,6 +1047,200 @@ struct Kept {
     numbers = gathered;
     if (numbers == 0 && best_key > kNegInfinityKey) numbers = 1;
     return part;
+  }
+
+  // Part 3 for a flat row. Bins by value: greater values are in no lower bin, whatever the rounding, and
+  // that is all that the result needs of them.
+  struct Bins {
+    float scale, origin;
+
+    __device__ Bins(float least, float most) {
+      scale = (kFlatBins - 1) / (most - least), origin = least * scale;
+    }
+    // The conversion saturates.
+    __device__ __forceinline__ int operator()(float x) const {
+      return min((int)__float2uint_rz(__fmaf_rn(x, scale, -origin)), kFlatBins - 1);
+    }
+    // The value in the middle of a bin.
+    __device__ __forceinline__ float middle(int bin) const { return (bin + 0.5f + origin) / scale; }
+  };
+
+  // How many numbers lie in each bin; gives the greatest.
+  static __device__ __noinline__ float fill_bins(const TeamRow row, const Bins bins, unsigned* counts) {
+    float best = -CUDART_INF_F;
+    const auto look = [&](float x) {
+      best = max_or_nan(best, x);
+      if (x > -CUDART_INF_F) shared_add(&counts[bins(x)], 1);
+    };
+    row.template for_each_tile<kLight>([&](const Vector<T>(&v)[kLight], int) {
+#pragma unroll
+      for (int d = 0; d < kLight; d++) {
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) look(widen(v[d].at[w]));
+      }
+    });
+    int at;
+    if (row.has_edge(&at)) {
+      const Vector<T> v = row.load(at);
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) look(widen(v.at[w]));
+    }
+    return best;
+  }
+
+  struct Sides {
+    Halves above, below;
+  };
+  // Notes what lies in bins from `from` to `to`; with kWeighs, the masses on both sides of them.
+  template <bool kWeighs>
+  static __device__ __noinline__ Sides sift(const TeamRow row, const Softmax softmax, const Bins bins, int from,
+                                            int to, Elements* slice, unsigned* slots) {
+    Sides sides;
+    row.for_each([&](float x, int position) {
+      if (!(x > -CUDART_INF_F)) return;
+      const int bin = bins(x);
+      if (bin >= from && bin <= to) {
+        const unsigned slot = shared_add(slots, 1);
+        if (slot < kCandidates) slice->keys[slot] = key_of(x), slice->positions[slot] = position;
+      } else if constexpr (kWeighs) {
+        const u64 mass = softmax.mass(x);
+        sides.above.add(mass, bin > to), sides.below.add(mass, bin < from);
+      }
+    });
+    return sides;
+  }
+
+  // The bins that the cut should lie in, the numbers above them, and all there are. None: to < from.
+  struct Window {
+    int from, to;
+    unsigned above, numbers;
+  };
+  static __device__ __noinline__ Window find_window(const unsigned* counts, const Bins bins, const Softmax weights,
+                                                    float best, unsigned top_k, float top_p) {
+    __shared__ Window window;
+    const bool by_mass = top_p < 1.0f;
+    // Each thread looks at bins that follow each other, the first thread at the uppermost.
+    constexpr int kEach = kFlatBins / kThreads;
+    static_assert(kEach % 4 == 0, "whole vectors");
+    const int lowest = kFlatBins - kEach * (threadIdx.x + 1);
+    uint4 sums[C > 1 ? kEach / 4 : 1];
+    if constexpr (C > 1) {
+#pragma unroll
+      for (int i = 0; i < kEach / 4; i++) sums[i] = uint4{0, 0, 0, 0};
+#pragma unroll 1
+      for (int m = 0; m < Team<C>::size(); m++) {
+        const uint4* its = reinterpret_cast<const uint4*>(Team<C>::at(counts + lowest, m));
+#pragma unroll
+        for (int i = 0; i < kEach / 4; i++) {
+          const uint4 more = its[i];
+          sums[i].x += more.x, sums[i].y += more.y, sums[i].z += more.z, sums[i].w += more.w;
+        }
+      }
+    }
+    struct Tally {
+      unsigned count;
+      float mass;
+    };
+    const auto add = [](Tally a, Tally b) { return Tally{a.count + b.count, a.mass + b.mass}; };
+    const auto tally = [&](int bin, unsigned count) {
+      return Tally{count, by_mass ? count * weights.weight(fminf(bins.middle(bin), best)) : 0.0f};
+    };
+    // f(bin, what it holds), from the uppermost down.
+    const auto for_each_bin = [&](auto f) {
+      if constexpr (C > 1) {
+#pragma unroll
+        for (int i = kEach / 4 - 1; i >= 0; i--) {
+          const int bin = lowest + 4 * i;
+          f(bin + 3, tally(bin + 3, sums[i].w)), f(bin + 2, tally(bin + 2, sums[i].z));
+          f(bin + 1, tally(bin + 1, sums[i].y)), f(bin, tally(bin, sums[i].x));
+        }
+      } else {
+#pragma unroll 1
+        for (int bin = lowest + kEach - 1; bin >= lowest; bin--) f(bin, tally(bin, counts[bin]));
+      }
+    };
+    Tally own = {0, 0.0f}, total;
+    for_each_bin([&](int, Tally its) { own = add(own, its); });
+    if (threadIdx.x == 0) window = {kFlatBins, -1, 0, 0};
+    Tally before = block_exclusive_sum(own, Tally{0, 0.0f}, add, &total);
+    const float target = top_p * total.mass, slack = target * 0x1p-10f;
+    for_each_bin([&](int bin, Tally its) {
+      const Tally after = add(before, its);
+      const bool within = by_mass ? after.mass > target - slack && before.mass < target + slack
+                                  : before.count < top_k && after.count >= top_k;
+      if (within) {
+        atomicMin(&window.from, bin), atomicMax(&window.to, bin);
+        if (!by_mass) window.above = before.count;
+      }
+      before = after;
+    });
+    if (threadIdx.x == 0) window.numbers = total.count;
+    Team<C>::sync();  // The counts are free again, too.
+    return window;
+  }
+
+  // False where the row is not what it was taken for, or holds what is rare.
+  __device__ __forceinline__ bool cut_flat(const Proposal& proposal) {
+    const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
+    const bool by_mass = limits.top_p < 1.0f;
+    if (limited == by_mass) return false;
+    __shared__ unsigned slots, least, most;
+    unsigned* const counts = shared.flat;
+    reads = true;
+    const Bins bins(proposal.threshold, proposal.reference);
+    if (!(bins.scale > 0.0f && bins.scale < 1e30f && fabsf(bins.origin) < 1e30f)) return false;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kFlatBins; i += kThreads) counts[i] = 0;
+    if (threadIdx.x == 0) slots = 0, least = ~0u, most = 0;
+    __syncthreads();
+    count_pass(kFallback), count_step();
+    const float best =
+        team_reduce<C>(fill_bins(row, bins, counts), [](float a, float b) { return max_or_nan(a, b); });
+    // NaN and +inf are the other way's, and so is a row of nothing.
+    if (!(best < CUDART_INF_F && best > -CUDART_INF_F)) return false;
+    const Softmax weights(best, limits.temperature);
+    Team<C>::sync();
+    const Window window =
+        find_window(counts, bins, weights, best, limits.top_k, by_mass ? limits.top_p : 1.0f);
+    if (window.to < window.from) return false;
+
+    best_key = key_of(best), best_position = ~0u, numbers = window.numbers;
+    has_nan = has_infinity = false;
+    softmax = weights;
+    count_pass(by_mass ? kSecondPass : 0);
+    const Sides sides = by_mass ? sift<true>(row, softmax, bins, window.from, window.to, &shared.slice, &slots)
+                                : sift<false>(row, softmax, bins, window.from, window.to, &shared.slice, &slots);
+    collect(&slots, 0u, ~0u);
+    if (gathered == 0) return false;
+    Mass inside = {0, 0};
+#pragma unroll 1
+    for (int i = threadIdx.x; i < gathered; i += kThreads) {
+      const unsigned key = shared.gathered.keys[i];
+      atomicMin(&least, key), atomicMax(&most, key);
+      if (by_mass) inside = inside + measure<Weight>(key);
+    }
+    __syncthreads();
+    low = least, high = most;
+    unsigned ties;
+    if (by_mass) {
+      inside = block_sum<Weight>(inside);
+      const Mass above = team_combine<C>(block_sum<Weight>(sides.above.sum()), AddSums());
+      const Mass below = team_combine<C>(block_sum<Weight>(sides.below.sum()), AddSums());
+      const Mass wanted = nucleus(limits.top_p, above + inside + below);
+      if (!(above < wanted) || above + inside < wanted) {
+        forget();
+        return false;
+      }
+      const Found<Weight> found = search<Weight>(low, high, above, wanted);
+      cut_key = found.key, ties = ties_for(wanted - found.above, mass_of_few(softmax, value_of(found.key)));
+    } else {
+      const Found<Count> found = search<Count>(low, high, window.above, limits.top_k);
+      cut_key = found.key, ties = limits.top_k - found.above;
+    }
+    if (limits.min_p > 0.0f) min_p(&ties);
+    cut_end = ties ? position_of_tie(ties) : 0;
+    return true;
   }
 
   // Counts what is above -inf, and finds the first of the greatest: for rows with few numbers, NaN or
