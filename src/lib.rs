@@ -33,6 +33,7 @@ pub mod attention;
 mod buffer;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod held;
 mod order;
 pub mod sampling;
 pub mod selection;

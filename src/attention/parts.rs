@@ -1,5 +1,6 @@
 //! What the attention ops share: tensors as the backends see them, and integers on a device.
 
+use crate::held::address;
 use candle_core::backend::BackendStorage;
 use candle_core::{
     bail, CpuStorage, CudaStorage, DType, InplaceOp1, Layout, MetalStorage, Result, Storage,
@@ -150,10 +151,6 @@ impl<F: FnOnce(Output) -> Result<()>> InplaceOp1 for Write<F> {
     fn metal_fwd(&self, _: &mut MetalStorage, _: &Layout) -> Result<()> {
         super::no_metal(self.op)
     }
-}
-
-fn address(storage: &Storage) -> usize {
-    std::ptr::from_ref(storage).addr()
 }
 
 /// Writes to a tensor. The operands are held for reading meanwhile, so an output in the storage of

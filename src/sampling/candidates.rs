@@ -3,6 +3,7 @@
 use super::cpu::{self, with_logits};
 use super::cuda;
 use super::truncation::{check_device, on_cpu, on_cuda, Given, Mass, Rows, Truncation};
+use crate::held::hold;
 use candle_core::{bail, CpuStorage, Result, Storage, Tensor};
 
 /// The kept sets of a batch. For logits `[V]` the dimension B is absent.
@@ -81,9 +82,9 @@ fn run(logits: &Tensor, parameters: Given, capacity: usize) -> Result<Candidates
     if let Some(params) = parameters.tensor() {
         check_device(OP, logits, "per-row parameters", params)?;
     }
-    let (storage, _) = logits.storage_and_layout();
-    let params = parameters.tensor().map(Tensor::storage_and_layout);
-    let (ids, log_probs, counts) = match &*storage {
+    let [storage, params] = hold([Some(logits), parameters.tensor()]);
+    let (storage, _) = storage.expect("there are logits");
+    let (ids, log_probs, counts) = match &**storage {
         Storage::Cpu(storage) => {
             let params = params.as_ref().map(|params| on_cpu!(params));
             let operand = parameters.operand(OP, &rows, params)?;

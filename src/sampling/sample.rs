@@ -3,6 +3,7 @@
 use super::cpu::{self, with_logits, Drawn};
 use super::truncation::{check_device, on_cpu, on_cuda, Given, Mass, Operand, Rows, Truncation};
 use super::{cuda, philox};
+use crate::held::hold;
 use candle_core::backend::BackendStorage;
 use candle_core::{
     bail, CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, MetalStorage,
@@ -171,10 +172,10 @@ fn with_log_probs(logits: &Tensor, draws: &Tensor, parameters: Given) -> Result<
     if let Some(params) = parameters.tensor() {
         check_device(OP, logits, "per-row parameters", params)?;
     }
-    let (storage, _) = logits.storage_and_layout();
-    let draws = draws.storage_and_layout();
-    let params = parameters.tensor().map(Tensor::storage_and_layout);
-    let (tokens, log_probs) = match &*storage {
+    let [storage, draws, params] = hold([Some(logits), Some(draws), parameters.tensor()]);
+    let (storage, _) = storage.expect("there are logits");
+    let draws = draws.expect("there are draws");
+    let (tokens, log_probs) = match &**storage {
         Storage::Cpu(storage) => {
             let (draws, layout) = on_cpu!(draws);
             let draws = DrawOperand::rows(&rows, draws, layout)?;

@@ -299,11 +299,11 @@ pub(crate) fn check_device(op: &str, logits: &Tensor, name: &str, argument: &Ten
     Ok(())
 }
 
-/// What `storage_and_layout` gave of an argument on the CPU, by its backend; for one that
+/// What `hold` gave of an argument on the CPU, by its backend; for one that
 /// [`check_device`] has let pass.
 macro_rules! on_cpu {
     ($guard:expr) => {
-        match &*$guard.0 {
+        match &**$guard.0 {
             candle_core::Storage::Cpu(storage) => (storage, $guard.1),
             _ => unreachable!("all arguments are on one device"),
         }
@@ -312,7 +312,7 @@ macro_rules! on_cpu {
 /// The same on CUDA.
 macro_rules! on_cuda {
     ($guard:expr) => {
-        match &*$guard.0 {
+        match &**$guard.0 {
             candle_core::Storage::Cuda(storage) => (storage, $guard.1),
             _ => unreachable!("all arguments are on one device"),
         }

@@ -6,16 +6,17 @@ use super::plan::{plan, DeviceProps, Overrides, Plan, PlanRequest};
 use super::rows::{check_bound, Bounds, Rows};
 use super::{cuda, MAX_K, OP};
 use crate::buffer::Buffer;
+use crate::held::hold;
 use candle_core::backend::BackendStorage;
 use candle_core::{
     bail, CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Layout, MetalStorage, Result,
     Shape, Storage, Tensor,
 };
 
-/// What `storage_and_layout` gave of a bound that `Bounds::check` has let pass, by its backend.
+/// What `hold` gave of a bound that `Bounds::check` has let pass, by its backend.
 macro_rules! on_cpu {
     ($guard:expr) => {
-        match &*$guard.0 {
+        match &**$guard.0 {
             Storage::Cpu(storage) => (storage, $guard.1),
             _ => unreachable!("all arguments are on one device"),
         }
@@ -23,7 +24,7 @@ macro_rules! on_cpu {
 }
 macro_rules! on_cuda {
     ($guard:expr) => {
-        match &*$guard.0 {
+        match &**$guard.0 {
             Storage::Cuda(storage) => (storage, $guard.1),
             _ => unreachable!("all arguments are on one device"),
         }
@@ -154,10 +155,9 @@ impl TopK {
     pub fn select(&self, scores: &Tensor, bounds: &Bounds) -> Result<Selection> {
         let rows = Rows::of(scores.layout(), scores.dtype())?;
         bounds.check(&rows, scores)?;
-        let (storage, _) = scores.storage_and_layout();
-        let start = bounds.start.map(Tensor::storage_and_layout);
-        let end = bounds.end.map(Tensor::storage_and_layout);
-        let (positions, counts, values) = match &*storage {
+        let [storage, start, end] = hold([Some(scores), bounds.start, bounds.end]);
+        let (storage, _) = storage.expect("there are scores");
+        let (positions, counts, values) = match &**storage {
             Storage::Cpu(storage) => {
                 let bounds = [&start, &end].map(|b| b.as_ref().map(|b| on_cpu!(b)));
                 let (positions, counts, values) = cpu_select(self, storage, &rows, bounds)?;
@@ -208,10 +208,9 @@ impl TopK {
         bounds.check(&rows, scores)?;
         out.check(self, &rows, scores)?;
         workspace.check(scores)?;
-        let (storage, _) = scores.storage_and_layout();
-        let start = bounds.start.map(Tensor::storage_and_layout);
-        let end = bounds.end.map(Tensor::storage_and_layout);
-        match &*storage {
+        let [storage, start, end] = hold([Some(scores), bounds.start, bounds.end]);
+        let (storage, _) = storage.expect("there are scores");
+        match &**storage {
             Storage::Cpu(storage) => {
                 let bounds = [&start, &end].map(|b| b.as_ref().map(|b| on_cpu!(b)));
                 cpu_select_into(self, storage, &rows, bounds, out)
