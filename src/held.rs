@@ -11,22 +11,28 @@ pub(crate) fn address(storage: &Storage) -> usize {
     std::ptr::from_ref(storage).addr()
 }
 
-/// Holds the storages of tensors, each once however many share it: between two locks of one storage
-/// another thread may come to wait for writing to it, and then neither goes on.
-pub(crate) fn hold<'a, const N: usize>(tensors: [Option<&'a Tensor>; N]) -> [Option<Guard<'a>>; N] {
-    let addresses =
-        tensors.map(|tensor| tensor.map(|tensor| address(&tensor.storage_and_layout().0)));
-    let mut held: [Option<Guard>; N] = std::array::from_fn(|_| None);
-    for (i, tensor) in tensors.into_iter().enumerate() {
-        let Some(tensor) = tensor else {
-            continue;
-        };
+/// Locks the storages of tensors for reading, each once however many share it: between two locks of
+/// one storage another thread may come to wait for writing to it, and then neither goes on.
+pub(crate) fn lock<'a>(tensors: &[&'a Tensor]) -> Vec<Rc<StorageRef<'a>>> {
+    let own = |tensor: &&Tensor| address(&tensor.storage_and_layout().0);
+    let addresses: Vec<usize> = tensors.iter().map(own).collect();
+    let mut locked: Vec<Rc<StorageRef>> = Vec::with_capacity(tensors.len());
+    for (i, tensor) in tensors.iter().enumerate() {
         let earlier = addresses[..i].iter().position(|&its| its == addresses[i]);
-        let storage = match earlier.and_then(|j| held[j].as_ref()) {
-            Some((storage, _)) => storage.clone(),
+        locked.push(match earlier {
+            Some(j) => locked[j].clone(),
             None => Rc::new(tensor.storage_and_layout().0),
-        };
-        held[i] = Some((storage, tensor.layout()));
+        });
     }
-    held
+    locked
+}
+
+/// The same, with the tensors' layouts, where there are tensors.
+pub(crate) fn hold<'a, const N: usize>(tensors: [Option<&'a Tensor>; N]) -> [Option<Guard<'a>>; N] {
+    let given: Vec<&Tensor> = tensors.iter().flatten().copied().collect();
+    let mut locked = lock(&given).into_iter();
+    tensors.map(|tensor| {
+        let layout = tensor?.layout();
+        Some((locked.next()?, layout))
+    })
 }

@@ -1,6 +1,6 @@
 //! What the attention ops share: tensors as the backends see them, and integers on a device.
 
-use crate::held::address;
+use crate::held::{address, lock};
 use candle_core::backend::BackendStorage;
 use candle_core::{
     bail, CpuStorage, CudaStorage, DType, InplaceOp1, Layout, MetalStorage, Result, Storage,
@@ -54,17 +54,10 @@ impl<'a> Held<'a> {
         }
     }
 
-    /// Locks the storages of tensors, each once however many share it: between two locks of one
-    /// storage another thread may come to wait for writing to it, and then neither goes on.
+    /// Locks their storages, each once.
     pub fn lock(all: &[&Self]) {
-        let own = |held: &&Self| address(&held.tensor.storage_and_layout().0);
-        let addresses: Vec<usize> = all.iter().map(own).collect();
-        for (i, held) in all.iter().enumerate() {
-            let earlier = addresses[..i].iter().position(|&its| its == addresses[i]);
-            let storage = match earlier.and_then(|j| all[j].storage.get()) {
-                Some(storage) => storage.clone(),
-                None => Rc::new(held.tensor.storage_and_layout().0),
-            };
+        let tensors: Vec<&Tensor> = all.iter().map(|held| held.tensor).collect();
+        for (held, storage) in all.iter().zip(lock(&tensors)) {
             held.storage.get_or_init(|| storage);
         }
     }
