@@ -66,6 +66,14 @@ __device__ __forceinline__ float max_or_nan(const Vector<T>& v) {
   return widen(__hmax_nan(most.x, most.y));
 }
 
+// The greatest of so many even shares of `n`, of a number that is a power of two or three times one.
+__device__ __forceinline__ int share(int n, unsigned shares) {
+  const unsigned twos = __ffs(shares) - 1;
+  unsigned most = n + shares - 1;
+  if (shares >> twos == 3) most = __umulhi(most, 0xaaaaaaabu) >> 1;
+  return most >> twos;
+}
+
 // Vectors are aligned, so the first and the last may stick out of the row. `shift` is how many
 // elements the first begins before it. A block's slice is the vectors from `begin` to `end`; with
 // kStages it may lie on chip, and loads, then of the slice alone, come from there.
@@ -78,9 +86,9 @@ struct Row {
   int begin, end;
   const uint4* staged = nullptr;
 
-  __device__ Row(const T* data, int size, int slice, int log_slices)
+  __device__ Row(const T* data, int size, int slice, unsigned slices)
       : data(data), size(size), shift((int)((size_t)data % 16 / sizeof(T))) {
-    const int length = (vectors() + (1 << log_slices) - 1) >> log_slices;
+    const int length = share(vectors(), slices);
     begin = min(slice * length, vectors()), end = min(begin + length, vectors());
   }
 

@@ -1,5 +1,5 @@
 // A team of blocks that works on one row: one block (C = 1), or on sm_90 a thread-block cluster
-// of up to C, a power of two, whose members read each other's shared memory.
+// of up to C, a power of two or three times one, whose members read each other's shared memory.
 //
 // Every member makes the same decisions from the same numbers: what a member alone knows (sums over
 // its slice of the row, gathered elements) is made common right after it is found.
@@ -18,7 +18,14 @@ struct Team {
   static __device__ __forceinline__ unsigned size() {
     return cooperative_groups::this_cluster().num_blocks();
   }
-  static __device__ __forceinline__ unsigned log_size() { return 31 - __clz(size()); }
+  // Rounded up.
+  static __device__ __forceinline__ unsigned log_size() { return 32 - __clz(size() - 1); }
+  // Which team this is.
+  static __device__ __forceinline__ unsigned index() {
+    unsigned index;
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+    return index;
+  }
   // A barrier for all threads of the team, ordering their shared memory.
   static __device__ __forceinline__ void sync() { cooperative_groups::this_cluster().sync(); }
   // The first barrier in two halves: nothing may be sent to a member before it runs.
@@ -38,6 +45,7 @@ struct Team<1> {
   static __device__ __forceinline__ unsigned rank() { return 0; }
   static __device__ __forceinline__ unsigned size() { return 1; }
   static __device__ __forceinline__ unsigned log_size() { return 0; }
+  static __device__ __forceinline__ unsigned index() { return blockIdx.x; }
   static __device__ __forceinline__ void sync() { __syncthreads(); }
   static __device__ __forceinline__ void arrive() {}
   static __device__ __forceinline__ void wait() {}

@@ -116,6 +116,7 @@ struct alignas(16) Top {
   Mass above[kTop];  // of everything before it in the order
   unsigned bins[kTopBins];
   unsigned slots;
+  unsigned others[3];  // the mass of what is gathered and not ranked, by words
 
   // The mass of the first `count` of the order, at least 1.
   __device__ __forceinline__ Mass first(unsigned count) const {
@@ -371,7 +372,7 @@ struct Kept {
   // else to do, or little.
   template <class Meanwhile>
   __device__ Kept(const Request& r, Shared<C>& shared, Meanwhile meanwhile)
-      : row(static_cast<const T*>(r.logits) + row_index() * r.row_stride, r.vocab, Team<C>::rank(), Team<C>::log_size()),
+      : row(static_cast<const T*>(r.logits) + row_index() * r.row_stride, r.vocab, Team<C>::rank(), Team<C>::size()),
         shared(shared),
         softmax(0.0f, 1.0f) {
     // Ordered by the barrier before the threshold is known.
@@ -439,7 +440,7 @@ struct Kept {
     return raw;
   }
 
-  static __device__ __forceinline__ long long row_index() { return blockIdx.x >> Team<C>::log_size(); }
+  static __device__ __forceinline__ long long row_index() { return Team<C>::index(); }
 
   __device__ __forceinline__ bool holds(float x, int position) const {
     return holds(cut_key, cut_end, x, position);
@@ -547,7 +548,7 @@ struct Kept {
     if constexpr (C > 1) {
       unsigned bytes;
       asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-      const unsigned vectors = (row.vectors() + Team<C>::size() - 1) >> Team<C>::log_size();
+      const unsigned vectors = share(row.vectors(), Team<C>::size());
       if (sizeof(Shared<C>) + vectors * sizeof(uint4) <= bytes) {
         uint4* const copy = reinterpret_cast<uint4*>(&shared + 1);
         const int whole = (row.shift + row.size) / Row<T>::kWidth;
@@ -632,7 +633,7 @@ struct Kept {
   // Part 1 where the row is on chip: as the sample's, of parts of the row.
   template <class Meanwhile>
   __device__ __forceinline__ Proposal propose_staged(Meanwhile meanwhile) {
-    constexpr int kGroups = 128;
+    constexpr int kGroups = 128;  // at most: 96 where the members are 3 or 6
     __shared__ alignas(16) unsigned maxima[kGroups];
     const int size = Team<C>::size(), lane = threadIdx.x % 32;
     int from, to;
@@ -645,9 +646,9 @@ struct Kept {
     own_best = own;
     // NaN is above all.
     unsigned most = own != own ? ~0u : key_of(own);
-    // As many lanes have a part, and a warp so many parts.
-    const int lanes = kThreads * size / kGroups, log_groups = 5 + 7 - __ffs(kThreads) + 1 - Team<C>::log_size();
-    const int groups = 1 << log_groups;
+    // A warp has so many parts, and as many lanes have a part.
+    const int log_groups = 5 + 7 - __ffs(kThreads) + 1 - Team<C>::log_size();
+    const int groups = 1 << log_groups, lanes = 32 >> log_groups, all_groups = size * kWarps << log_groups;
     if (groups == 1) {
       most = __reduce_max_sync(~0u, most);
     } else {
@@ -661,6 +662,8 @@ struct Kept {
       const int group = (Team<C>::rank() * kWarps + threadIdx.x / 32) * groups + (lane & (groups - 1));
       mail(0).send(&maxima[group], most, lane >> log_groups);
     }
+    // Below every logit's.
+    if (threadIdx.x < kGroups - all_groups) mail(0).send(&maxima[all_groups + threadIdx.x], 0, Team<C>::rank());
     meanwhile();
     mail(0).wait(0);
     const uint4 four = reinterpret_cast<const uint4*>(maxima)[lane];
@@ -678,9 +681,9 @@ struct Kept {
       return above(reference + limits.temperature * (logf(limits.min_p) - 1e-3f), false);
     }
     if (limits.top_k == 1) return above(reference, false);
-    if (by_count && limits.top_k > kGroups) return {0.0f, false, reference, false, true};
-    // At least k reach the kth greatest. Half of the parts have about 90 that do.
-    const unsigned nth = by_count ? limits.top_k : kGroups / 2;
+    if (by_count && limits.top_k > all_groups) return {0.0f, false, reference, false, true};
+    // At least k reach the kth greatest. Of 128 parts half have about 90 that do, of 96 seven in twelve.
+    const unsigned nth = by_count ? limits.top_k : 32 + all_groups / 4;
     constexpr int kShare = kThreads / kGroups, kOthers = kGroups / kShare;
     const unsigned mine = maxima[threadIdx.x / kShare];
     const uint4* others = reinterpret_cast<const uint4*>(maxima) + threadIdx.x % kShare;
@@ -703,7 +706,7 @@ struct Kept {
   __device__ Proposal propose(const Sampled& x) {
     constexpr int kSampled = Sampled::kVectors;
     constexpr int kGroups = 64, kGroup = kThreads / kGroups, kShare = 32 / kGroup;
-    __shared__ float maxima[kGroups], nth_greatest;
+    __shared__ float maxima[kGroups], nth_greatest[2];
     float best = -CUDART_INF_F;
 #pragma unroll
     for (int i = 0; i < kSampled; i++) {
@@ -716,8 +719,8 @@ struct Kept {
     __syncthreads();
     const int lane = threadIdx.x % 32;
     const float reference = warp_reduce(fmaxf(maxima[lane], maxima[lane + 32]), greater);
-    // The nth of the groups' maxima: about the nth of the sample, or a little below.
-    const auto nth_maximum = [&](int nth) {
+    // The nth of the groups' maxima, about the nth of the sample or a little below; another's, too.
+    const auto nth_maximum = [&](int nth, int other_nth = 0) {
       const int mine = threadIdx.x / 32 * kShare + lane / kGroup;
       int before = 0;
 #pragma unroll
@@ -727,9 +730,12 @@ struct Kept {
       }
 #pragma unroll
       for (int lanes = kGroup / 2; lanes > 0; lanes /= 2) before += __shfl_xor_sync(~0u, before, lanes);
-      if (before == nth - 1 && lane % kGroup == 0) nth_greatest = maxima[mine];
+      if (lane % kGroup == 0) {
+        if (before == nth - 1) nth_greatest[0] = maxima[mine];
+        if (before == other_nth - 1) nth_greatest[1] = maxima[mine];
+      }
       __syncthreads();
-      return nth_greatest;
+      return nth_greatest[0];
     };
     const auto above = [&](float threshold) {
       return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference, false, false};
@@ -745,25 +751,26 @@ struct Kept {
     // How many logits one of the sample stands for.
     const float each = (float)row.size / Sampled::kSize;
     if (limits.top_k == 1) return above(reference);
-    int nth;
+    int nth, few = 0;
     if (by_count) {
       // Fewer than k reach it about once in 100,000 rows.
       nth = (int)fminf(2.0f * limits.top_k / each + 7.0f, 64.0f);
       if (nth <= 48) return above(nth_maximum(nth));
       if (limits.top_k > kCandidates / 2) return {0.0f, false, reference, false, false};
     } else {
-      nth = (int)fminf(fmaxf(768.0f / each, 4.0f), 40.0f);
+      nth = (int)fminf(fmaxf(768.0f / each, 4.0f), 40.0f), few = max(nth / 2, 6);
     }
 
     // What lies far below weighs nothing, and fill values would drown the deviation.
     const float floor = reference - 128.0f * fmaxf(limits.temperature, 1.0f);
-    const float threshold = by_count ? CUDART_INF_F : nth_maximum(nth);
+    const float threshold = by_count ? CUDART_INF_F : nth_maximum(nth, few);
+    const float high_threshold = by_count ? CUDART_INF_F : nth_greatest[1];
     const float scale = CUDART_L2E_F / limits.temperature;
     // Moments about the best: one pass, and no cancellation to speak of. Weights of all, and of what
-    // is not gathered.
+    // is not gathered above either threshold.
     struct Moments {
-      float n, sum, squares, whole, rest;
-    } m = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+      float n, sum, squares, whole, rest, more_rest;
+    } m = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kSampled; i++) {
 #pragma unroll
@@ -773,11 +780,15 @@ struct Kept {
         const float weight = exp2_approx(d * scale);
         m.whole += weight;
         if (x(i, w) < threshold) m.rest += weight;
+        if (x(i, w) < high_threshold) m.more_rest += weight;
       }
     }
     m = block_reduce(m, [](Moments a, Moments b) {
-      return Moments{a.n + b.n, a.sum + b.sum, a.squares + b.squares, a.whole + b.whole, a.rest + b.rest};
+      return Moments{a.n + b.n,         a.sum + b.sum,   a.squares + b.squares,
+                     a.whole + b.whole, a.rest + b.rest, a.more_rest + b.more_rest};
     });
+    // Fewer are gathered where there is little doubt.
+    if (!by_count && m.more_rest < 0.3f * (1.0f - limits.top_p) * m.whole) return above(high_threshold);
     if (!by_count && m.rest < 0.8f * (1.0f - limits.top_p) * m.whole) return above(threshold);
     const float mean = m.sum / m.n;
     const float sigma = sqrtf(fmaxf(m.squares / m.n - mean * mean, 0.0f));
@@ -862,16 +873,20 @@ struct Kept {
                                                  Elements* slice, unsigned* slots) {
     Part part = {-CUDART_INF_F, 0.0f};
     Sum sum;
-    row.template for_each_tile<kLight>([&](const Vector<T>(&v)[kLight], int j) {
+    // Of half precision, whose sums need more registers, as many as stay out of local memory.
+    constexpr int kDepth = kSums && kLight == 4 && sizeof(T) == 2 ? 3 : kLight;
+    row.template for_each_tile<kDepth>([&](const Vector<T>(&v)[kDepth], int j) {
       float most = max_or_nan(v[0]);
 #pragma unroll
-      for (int d = 1; d < kLight; d++) most = max_or_nan(most, max_or_nan(v[d]));
+      for (int d = 1; d < kDepth; d++) most = max_or_nan(most, max_or_nan(v[d]));
       part.best = max_or_nan(part.best, most);
       if constexpr (kSums) sum.add(v, threshold, scale, origin);
       // NaN hides what is beside it: then the row is looked at again. A full buffer takes no more.
       if (most >= threshold && *(volatile unsigned*)slots <= kCandidates) {
 #pragma unroll
-        for (int d = 0; d < kLight; d++) note(v[d], row.first(j + d * kThreads), threshold, slice, slots);
+        for (int d = 0; d < kDepth; d++) {
+          if (max_or_nan(v[d]) >= threshold) note(v[d], row.first(j + d * kThreads), threshold, slice, slots);
+        }
       }
     });
     part.sum = sum.sum;
@@ -948,7 +963,7 @@ struct Kept {
     if (C > 1 && row.staged) {
       part = scan_staged(threshold, origin, sums_weights, &noted());
     } else {
-      Row<T> streamed(row.data, row.size, 0, 0);
+      Row<T> streamed(row.data, row.size, 0, 1);
       streamed.begin = row.begin, streamed.end = row.end;
       part = sums_weights
           ? scan_slice<true>(streamed, threshold, scale(), origin, &shared.slice, &noted())
@@ -1004,9 +1019,11 @@ struct Kept {
         if (threadIdx.x == 0) mail(2).expect(total * 2 * sizeof(unsigned));
         const unsigned place = __reduce_add_sync(~0u, lane < rank ? said.z : 0);
         const unsigned count = __shfl_sync(~0u, said.z, rank);
+        // As many warps as there can be send to each.
+        const unsigned log_senders = __ffs(kWarps) - 1 - Team<C>::log_size(), to = warp >> log_senders;
+        const unsigned sender = warp & ((1 << log_senders) - 1);
 #pragma unroll 1
-        for (unsigned i = (warp >> Team<C>::log_size()) * 32 + lane; i < count; i += kThreads >> Team<C>::log_size()) {
-          const unsigned to = warp & (size - 1);
+        for (unsigned i = sender * 32 + lane; to < size && i < count; i += 32 << log_senders) {
           mail(2).send(&shared.gathered.keys[place + i], shared.slice.keys[i], to);
           mail(2).send(&shared.gathered.positions[place + i], shared.slice.positions[i], to);
         }
@@ -1052,15 +1069,37 @@ struct Kept {
     has_nan = summary.flags, has_infinity = numbers > 0 && value_of(best_key) == CUDART_INF_F;
   }
 
+  // A warp's part of a sum of 96 bits, by words.
+  static __device__ __forceinline__ void add_to(unsigned* sum, Mass mass) {
+    if (threadIdx.x % 32 != 0) return;
+    unsigned carry = shared_add(&sum[0], (unsigned)mass.low) > ~(unsigned)mass.low;
+    const u64 middle = (mass.low >> 32) + carry;
+    carry = (unsigned)(middle >> 32);
+    carry += (shared_add(&sum[1], (unsigned)middle) > ~(unsigned)middle);
+    shared_add(&sum[2], (unsigned)mass.high + carry);
+  }
+
   // Part 2: the cut, where it lies among the best kTop. `passed` is the pass's result, its weights
   // relative to `reference`. What takes no more than one warp, one warp does.
   __device__ bool rank_top(int joint, const Part& passed, float reference) {
+    // Comparisons of half as many are a quarter, and they hold most sets of a top-p.
+    unsigned room = C == 1 && limits.top_k == 0 ? kTop / 2 : kTop;
+    while (!rank_best(room, joint, passed, reference)) {
+      if (room == kTop) return false;
+      room = kTop;
+      __syncthreads();
+    }
+    return true;
+  }
+
+  // The same of the best `room` alone, where more than kTop are gathered.
+  __device__ __forceinline__ bool rank_best(unsigned room, int joint, const Part& passed, float reference) {
     Top& top = shared.top;
     __shared__ unsigned admitted, admitted_from;
     __shared__ Verdict verdict;
     const bool whole_row = low <= kNegInfinityKey + 1;
     unsigned count = gathered, edge = low;
-    if (threadIdx.x == 0) top.slots = 0;
+    if (threadIdx.x == 0) top.slots = top.others[0] = top.others[1] = top.others[2] = 0;
     if (count > kTop) {
       if (threadIdx.x < kTopBins) top.bins[threadIdx.x] = 0;
       __syncthreads();
@@ -1071,7 +1110,7 @@ struct Kept {
         atomicAdd(&top.bins[(shared.gathered.keys[i] - low) >> shift], 1u);
       }
       __syncthreads();
-      // How many bins from the top hold no more than kTop, or the first k.
+      // How many bins from the top hold no more than there is room for, or the first k.
       if (threadIdx.x < 32) {
         constexpr int kEach = kTopBins / 32;
         const int lane = threadIdx.x;
@@ -1086,13 +1125,13 @@ struct Kept {
           const unsigned below = __shfl_up_sync(~0u, inclusive, lanes);
           if (lane >= lanes) inclusive += below;
         }
-        const unsigned enough = limits.top_k > 0 ? min(limits.top_k, kTop) : kTop;
+        const unsigned enough = limits.top_k > 0 ? min(limits.top_k, room) : room;
         unsigned running = inclusive - own, fitting = 0, bins = 0;
 #pragma unroll
         for (int b = 0; b < kEach; b++) {
           const bool wanted = running < enough;
           running += counts[b];
-          if (wanted && running <= kTop) bins++, fitting = running;
+          if (wanted && running <= room) bins++, fitting = running;
         }
         bins = __reduce_add_sync(~0u, bins), fitting = __reduce_max_sync(~0u, fitting);
         if (lane == 0) admitted = fitting, admitted_from = low + ((kTopBins - bins) << shift);
@@ -1119,7 +1158,7 @@ struct Kept {
         others = others + Mass{mass, 0};
       }
     }
-    if (refers) others = block_sum<Weight>(others);
+    if (refers) add_to(top.others, warp_sum(others));
     __syncthreads();
     count_step();
     summed = !(limited && !(limits.top_p < 1.0f) && !(limits.min_p > 0.0f));
@@ -1149,6 +1188,7 @@ struct Kept {
     if (!summed) {
       members = min(limits.top_k, count);
     } else {
+      others = refers ? Mass{(u64)top.others[1] << 32 | top.others[0], top.others[2]} : Mass{0, 0};
       if (threadIdx.x < 32) decide(&verdict, joint, count, limited, complete, passed, reference, others, nullptr);
       __syncthreads();
       if (verdict.wants_exact) {
@@ -1156,7 +1196,7 @@ struct Kept {
         if (threadIdx.x < 32) decide(&verdict, joint, count, limited, complete, passed, reference, others, &whole);
         __syncthreads();
       }
-          if (!verdict.closed) return false;
+      if (!verdict.closed) return false;
       members = verdict.kept;
     }
     const u64 last = top.ranked[members - 1].order;

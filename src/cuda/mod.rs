@@ -283,7 +283,7 @@ struct Facts {
     /// How many clusters of so many blocks, each on a multiprocessor of its own, run at once: their
     /// multiprocessors lie in one of the device's groups, which don't divide evenly. None where the
     /// device has no clusters.
-    clusters: [(u32, usize); 3],
+    clusters: [(u32, usize); 5],
 }
 
 impl Facts {
@@ -298,7 +298,7 @@ impl Facts {
         let attribute = |attribute| stream.context().attribute(attribute).w();
         let shared_bytes =
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32;
-        let mut clusters = [8, 4, 2].map(|blocks| (blocks, 0));
+        let mut clusters = [8, 6, 4, 3, 2].map(|blocks| (blocks, 0));
         if runs_sm90(device)? {
             let kernel = family.kernel(device, dtype, Form::Sm90, shared_bytes)?;
             for (blocks, most) in &mut clusters {
