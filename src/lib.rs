@@ -33,6 +33,7 @@ pub mod attention;
 mod buffer;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod empty;
 mod held;
 mod order;
 pub mod sampling;

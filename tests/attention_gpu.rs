@@ -368,33 +368,6 @@ fn replay(dtype: DType, n: usize, device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Small shapes in every form of the cache: what `compute-sanitizer` runs.
-fn sanitize_scores(dtype: DType) -> Result<()> {
-    in_both(|device| {
-        cases::scores_against_double(dtype, &[3, 64], device)?;
-        cases::scores_of_caches(dtype, device)?;
-        cases::index_topk_is_exact(dtype, device)
-    })
-}
-
-#[test]
-#[ignore = "needs a CUDA GPU"]
-fn sanitize_scores_f32() -> Result<()> {
-    sanitize_scores(DType::F32)
-}
-
-#[test]
-#[ignore = "needs a CUDA GPU"]
-fn sanitize_scores_bf16() -> Result<()> {
-    sanitize_scores(DType::BF16)
-}
-
-#[test]
-#[ignore = "needs a CUDA GPU"]
-fn sanitize_scores_fp8() -> Result<()> {
-    sanitize_scores(DType::F8E4M3)
-}
-
 // ---------------------------------------------------------------- attention over positions
 
 #[test]
@@ -478,6 +451,44 @@ fn steps_into_buffers() -> Result<()> {
 #[ignore = "needs a CUDA GPU"]
 fn beyond_two_to_the_31() -> Result<()> {
     cases::beyond_two_to_the_31(&gpu()?.0)
+}
+
+// ---------------------------------------------------------------- small shapes
+
+fn small_scores(dtype: DType, device: &Device) -> Result<()> {
+    cases::scores_against_double(dtype, &[3, 64], device)?;
+    cases::index_topk_is_exact(dtype, device)
+}
+
+macro_rules! sanitize {
+    ($($name:ident, $sm80:ident: $case:expr, $dtype:ident;)*) => {
+        $(#[test]
+        #[ignore = "needs a CUDA GPU"]
+        fn $name() -> Result<()> {
+            let (device, _guard) = gpu()?;
+            $case(DType::$dtype, &device)
+        }
+
+        #[test]
+        #[ignore = "needs a CUDA GPU"]
+        fn $sm80() -> Result<()> {
+            let (device, _guard) = gpu()?;
+            with_form(Compiled::Sm80, || $case(DType::$dtype, &device))
+        })*
+    };
+}
+
+// Small shapes for every kernel and every form of the cache: what `compute-sanitizer` runs.
+sanitize! {
+    sanitize_scores_f32, sanitize_scores_f32_sm80: small_scores, F32;
+    sanitize_scores_bf16, sanitize_scores_bf16_sm80: small_scores, BF16;
+    sanitize_scores_fp8, sanitize_scores_fp8_sm80: small_scores, F8E4M3;
+    sanitize_caches_f32, sanitize_caches_f32_sm80: cases::scores_of_caches, F32;
+    sanitize_caches_bf16, sanitize_caches_bf16_sm80: cases::scores_of_caches, BF16;
+    sanitize_caches_fp8, sanitize_caches_fp8_sm80: cases::scores_of_caches, F8E4M3;
+    sanitize_attention_f32, sanitize_attention_f32_sm80: cases::attention_of_every_kernel, F32;
+    sanitize_attention_f16, sanitize_attention_f16_sm80: cases::attention_of_every_kernel, F16;
+    sanitize_attention_bf16, sanitize_attention_bf16_sm80: cases::attention_of_every_kernel, BF16;
 }
 
 // ---------------------------------------------------------------- the layer

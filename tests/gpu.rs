@@ -16,40 +16,114 @@ use common::cases::{self, Batch};
 use common::{into, logits, processor, rng, Law, Oracle, Params, LAWS};
 use half::{bf16, f16};
 use rand::Rng;
-use std::sync::Mutex;
+use std::ops::Deref;
+use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard};
+use std::thread;
+use std::time::Instant;
 
-/// One CUDA device for all tests: each handle of its own would load all kernels anew. It keeps what
-/// is freed: the tests allocate much, and giving memory back takes the driver longer than all else.
-fn gpu() -> Result<Device> {
-    static DEVICE: Mutex<Option<Device>> = Mutex::new(None);
-    let mut device = DEVICE.lock().expect("no panic while it is held");
-    if device.is_none() {
-        let new = Device::new_cuda_with_stream(0)?;
-        let ordinal = new.as_cuda_device()?.cuda_stream().context().cu_device();
-        let mut pool = std::ptr::null_mut();
-        let mut threshold = u64::MAX;
-        // SAFETY: the device is there, and the attribute is a 64-bit number.
-        unsafe {
-            sys::cuDeviceGetDefaultMemPool(&mut pool, ordinal)
-                .result()
-                .w()?;
-            let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-            sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast())
-                .result()
-                .w()?;
-        }
-        *device = Some(new);
+/// A handle of the CUDA device, with a stream of its own: what a thread reads back does not wait for
+/// what others launch. Handles are used again, since each loads its kernels anew.
+struct Gpu(Option<Device>);
+
+/// Handles that no thread uses.
+fn idle() -> MutexGuard<'static, Vec<Device>> {
+    static IDLE: Mutex<Vec<Device>> = Mutex::new(vec![]);
+    IDLE.lock().expect("no panic while it is held")
+}
+
+impl Deref for Gpu {
+    type Target = Device;
+
+    fn deref(&self) -> &Device {
+        self.0.as_ref().expect("it is taken when it is dropped")
     }
-    Ok(device.clone().expect("just made"))
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        idle().extend(self.0.take());
+    }
+}
+
+/// The device keeps what is freed: the tests allocate much, and giving memory back takes the driver
+/// longer than all else.
+fn gpu() -> Result<Gpu> {
+    if let Some(device) = idle().pop() {
+        return Ok(Gpu(Some(device)));
+    }
+    let device = Device::new_cuda_with_stream(0)?;
+    let ordinal = device.as_cuda_device()?.cuda_stream().context().cu_device();
+    let mut pool = std::ptr::null_mut();
+    let mut threshold = u64::MAX;
+    // SAFETY: the device is there, and the attribute is a 64-bit number.
+    unsafe {
+        sys::cuDeviceGetDefaultMemPool(&mut pool, ordinal)
+            .result()
+            .w()?;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast())
+            .result()
+            .w()?;
+    }
+    Ok(Gpu(Some(device)))
+}
+
+/// Runs a case for every item, some at a time, each thread with a handle of its own.
+fn for_all<T: Sync>(items: &[T], case: impl Fn(&T, &Device) -> Result<()> + Sync) -> Result<()> {
+    const THREADS: usize = 6;
+    let next = AtomicUsize::new(0);
+    let work = || -> Result<()> {
+        let device = gpu()?;
+        while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
+            case(item, &device)?;
+        }
+        Ok(())
+    };
+    thread::scope(|scope| {
+        let threads: Vec<_> = items
+            .iter()
+            .take(THREADS)
+            .map(|_| scope.spawn(work))
+            .collect();
+        let join = |thread: thread::ScopedJoinHandle<_>| {
+            thread.join().unwrap_or_else(|e| resume_unwind(e))
+        };
+        threads.into_iter().try_for_each(join)
+    })
 }
 
 /// Runs a case in each form of the kernels. `check_batch` does so by itself.
-fn in_each_form(case: impl Fn(&Device) -> Result<()>) -> Result<()> {
-    let device = gpu()?;
-    for form in Form::ALL {
-        with_form(form, || case(&device))?;
+fn in_each_form(case: impl Fn(&Device) -> Result<()> + Sync) -> Result<()> {
+    for_all(&Form::ALL, |&form, device| with_form(form, || case(device)))
+}
+
+/// What a long test covered, for `--show-output`.
+struct Covered {
+    since: Instant,
+    rows: AtomicUsize,
+}
+
+impl Covered {
+    fn start() -> Self {
+        Self {
+            since: Instant::now(),
+            rows: AtomicUsize::new(0),
+        }
     }
-    Ok(())
+
+    fn add(&self, rows: usize) {
+        self.rows.fetch_add(rows, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Covered {
+    fn drop(&mut self) {
+        let rows = self.rows.load(Ordering::Relaxed);
+        let seconds = self.since.elapsed().as_secs_f64();
+        println!("{rows} rows, each in every form: {seconds:.1} s");
+    }
 }
 
 macro_rules! on_gpu {
@@ -96,66 +170,76 @@ on_gpu! {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn every_law_at_every_width() -> Result<()> {
-    let device = &gpu()?;
-    for vocab in cases::WIDTHS {
-        for law in LAWS {
-            cases::check_grid::<f32>(law, vocab, device)?;
-            // Half precision in turns at the widest, to end in time.
-            if vocab < 100_000 || law == Law::Normal {
-                cases::check_grid::<f16>(law, vocab, device)?;
-            }
-            if vocab < 100_000 || law == Law::Peaked {
-                cases::check_grid::<bf16>(law, vocab, device)?;
-            }
+    let covered = Covered::start();
+    // The widest first: they take longest.
+    let widths = cases::WIDTHS.into_iter().rev();
+    let cells: Vec<_> = widths
+        .flat_map(|vocab| LAWS.map(|law| (law, vocab)))
+        .collect();
+    for_all(&cells, |&(law, vocab), device| {
+        covered.add(cases::check_grid::<f32>(law, vocab, device)?);
+        // Half precision in turns at the widest, to end in time.
+        if vocab < 100_000 || law == Law::Normal {
+            covered.add(cases::check_grid::<f16>(law, vocab, device)?);
         }
-    }
-    Ok(())
+        if vocab < 100_000 || law == Law::Peaked {
+            covered.add(cases::check_grid::<bf16>(law, vocab, device)?);
+        }
+        Ok(())
+    })
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn mixed_batches() -> Result<()> {
-    cases::mixed_batches(&gpu()?)
+    let device = gpu()?;
+    cases::mixed_batches(&device)
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn widths_around_every_boundary() -> Result<()> {
-    let device = &gpu()?;
-    for vocab in cases::EDGES {
+    let covered = Covered::start();
+    for_all(&cases::EDGES, |&vocab, device| {
         for law in [Law::Normal, Law::Ties] {
-            cases::check_grid::<f32>(law, vocab, device)?;
-            cases::check_grid::<bf16>(law, vocab, device)?;
+            covered.add(cases::check_grid::<f32>(law, vocab, device)?);
+            covered.add(cases::check_grid::<bf16>(law, vocab, device)?);
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn special_rows() -> Result<()> {
-    let device = &gpu()?;
-    for vocab in [1, 2, 111, 5000, 32000, 128256] {
-        cases::check_special::<f32>(vocab, device)?;
+    let covered = Covered::start();
+    let mut rows = vec![];
+    for vocab in [128256, 32000, 5000, 111, 2, 1] {
+        let count = cases::special_rows(vocab).len();
+        rows.extend((0..count).map(|row| (vocab, row)));
     }
-    for vocab in [111, 32000] {
-        cases::check_special::<f16>(vocab, device)?;
-        cases::check_special::<bf16>(vocab, device)?;
-    }
-    Ok(())
+    for_all(&rows, |&(vocab, row), device| {
+        covered.add(cases::check_special_row::<f32>(vocab, row, device)?);
+        if [111, 32000].contains(&vocab) {
+            covered.add(cases::check_special_row::<f16>(vocab, row, device)?);
+            covered.add(cases::check_special_row::<bf16>(vocab, row, device)?);
+        }
+        Ok(())
+    })
 }
 
 /// Fresh rows with fresh parameters: `rounds` batches of `rows`, of widths that `vocab` gives.
 fn random_batches(
     rounds: usize,
     rows: usize,
-    vocab: impl Fn(usize, &mut rand::rngs::StdRng) -> usize,
+    vocab: impl Fn(usize, &mut rand::rngs::StdRng) -> usize + Sync,
 ) -> Result<()> {
-    let device = &gpu()?;
+    let covered = Covered::start();
     let seed = rand::random::<u32>() as u64;
     println!("seed {seed}");
-    let mut rng = rng(seed);
-    for round in 0..rounds {
+    let rounds: Vec<usize> = (0..rounds).collect();
+    for_all(&rounds, |&round, device| {
+        let mut rng = rng(seed << 16 | round as u64);
         let vocab = vocab(round, &mut rng);
         let mut batch = Batch {
             rows: vec![],
@@ -180,8 +264,9 @@ fn random_batches(
         let what = format!("seed {seed}, round {round}");
         cases::check_batch::<f32>(&batch, mass, &Device::Cpu, &what)?;
         cases::check_batch::<f32>(&batch, mass, device, &what)?;
-    }
-    Ok(())
+        covered.add(batch.rows.len());
+        Ok(())
+    })
 }
 
 #[test]
@@ -321,18 +406,12 @@ fn beyond_two_to_the_31_elements() -> Result<()> {
             if !probe && at % 1000 != 7 {
                 continue;
             }
-            let row: Vec<f32> = all
-                .get(at)?
-                .to_vec1::<bf16>()?
-                .iter()
-                .map(|x| x.to_f32())
-                .collect();
-            let got: Vec<f32> = masked
-                .get(at)?
-                .to_vec1::<bf16>()?
-                .iter()
-                .map(|x| x.to_f32())
-                .collect();
+            // A copy of the row alone: Candle reads back the whole storage of a view.
+            let read = |from: &Tensor| -> Result<Vec<f32>> {
+                let row = from.get(at)?.force_contiguous()?.to_vec1::<bf16>()?;
+                Ok(row.iter().map(|x| x.to_f32()).collect())
+            };
+            let (row, got) = (read(&all)?, read(&masked)?);
             let kept: Vec<u32> = (0..vocab as u32)
                 .filter(|&i| got[i as usize] > f32::NEG_INFINITY)
                 .collect();

@@ -109,9 +109,9 @@ pub fn measure(timed: Timed, device: &Device) -> Result<Vec<Value>> {
     let attention = SparseAttention::new((key_dim as f32).powf(-0.5)).with_visible(&visible);
 
     let mut lines = Vec::new();
-    let mut line = |op: &str, part: &str, us: f64| {
+    let mut line = |part: &str, us: f64| {
         lines.push(json!({
-            "op": op, "part": part, "model": size.name(), "s": rows, "t": context, "k": k,
+            "op": "layer_part", "part": part, "model": size.name(), "s": rows, "t": context, "k": k,
             "h": heads, "d": key_dim, "phase": if rows == 1 { "decode" } else { "prefill" },
             "dtype": crate::dtype_name(dtype), "us": us,
         }));
@@ -126,26 +126,26 @@ pub fn measure(timed: Timed, device: &Device) -> Result<Vec<Value>> {
         let (q, weights) = (part(&index_q)?, part(&weights)?);
         Ok(indexer_scores(&q, &index_keys, &weights, &part_visible)?)
     };
-    line("indexer_scores", "scores", of_all * time(rounds, scores)?);
+    line("scores", of_all * time(rounds, scores)?);
     let made = scores()?;
     let part_ends = part(&ends)?;
     let select = || Ok(top.select(&made, &Bounds::ends(&part_ends))?.positions);
-    line("topk", "selection", of_all * time(rounds, select)?);
+    line("selection", of_all * time(rounds, select)?);
     drop(made);
     let choose = || -> Result<Tensor> {
         Ok(index_topk(&index_q, &index_keys, &weights, &visible, &top, budget)?.positions)
     };
-    line("index_topk", "scores and selection", time(rounds, choose)?);
+    line("scores and selection", time(rounds, choose)?);
     let positions = choose()?;
     let attend = || Ok(attention.forward(&q, &kv, &positions)?.out);
-    line("sparse_attention", "attention", time(rounds, attend)?);
+    line("attention", time(rounds, attend)?);
     let all = Tensor::arange(0u32, context.div_ceil(128) as u32, device)?;
     let all = all
         .unsqueeze(0)?
         .broadcast_as((rows, context.div_ceil(128)))?;
     let dense = attention.clone().with_block_size(128);
     let dense = || Ok(dense.forward(&q, &kv, &all)?.out);
-    line("sparse_attention", "dense, by blocks", time(rounds, dense)?);
+    line("dense, by blocks", time(rounds, dense)?);
 
     if size == Size::DeepSeekV32 {
         // The whole layer, weights and all: new tokens behind a cache of random keys.
@@ -168,7 +168,7 @@ pub fn measure(timed: Timed, device: &Device) -> Result<Vec<Value>> {
             cache.truncate(0, filled)?;
             Ok(layer.forward(&x, &mut cache, 0, None)?.hidden)
         };
-        line("generate", "layer", time(rounds, step)?);
+        line("layer", time(rounds, step)?);
     }
     Ok(lines)
 }

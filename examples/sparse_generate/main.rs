@@ -357,7 +357,7 @@ fn print_line(
         outcome.tokens_per_second(),
     );
     let line = json!({
-        "op": "generate", "model": name, "phase": "prefill", "t": context, "k": k,
+        "op": "perplexity", "model": name, "phase": "prefill", "t": context, "k": k,
         "h": model.sizes.heads, "d": model.sizes.head_dim, "dtype": dtype_name(model.dtype),
         "mode": way.map_or("dense", |way| way.scoring.name()),
         "center": way.map(|way| way.center), "first": way.map(|way| way.first), "last": way.map(|way| way.last),

@@ -7,6 +7,7 @@ use super::parts::{
     Part,
 };
 use super::{cpu, cuda, no_metal};
+use crate::empty::full;
 use crate::selection::{Bounds, Selection, TopK};
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor};
 
@@ -453,11 +454,11 @@ pub fn index_topk(
     let device = checked.q.device();
     if rows == 0 || width == 0 {
         return Ok(Selection {
-            positions: Tensor::full(u32::MAX, (rows, top.k()), device)?,
+            positions: full(u32::MAX, (rows, top.k()), device)?,
             counts: Tensor::zeros(rows, DType::U32, device)?,
             values: top
                 .has_values()
-                .then(|| Tensor::full(f32::NEG_INFINITY, (rows, top.k()), device))
+                .then(|| full(f32::NEG_INFINITY, (rows, top.k()), device))
                 .transpose()?,
         });
     }

@@ -2,11 +2,28 @@
 
 use candle_core::cuda_backend::cudarc::driver::sys::CUstreamCaptureStatus;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
+    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop, ValidAsZeroBits,
 };
 use candle_core::cuda_backend::{CudaDType, WrapErr};
 use candle_core::{bail, CudaDevice, CudaStorage, Result};
 use std::ffi::c_void;
+
+/// Memory for so many elements, or for one where there are none: not every device gives an allocation
+/// of no bytes.
+///
+/// # Safety
+/// Elements are written before they are read.
+pub(crate) unsafe fn alloc<T: DeviceRepr + ValidAsZeroBits>(
+    device: &CudaDevice,
+    count: usize,
+) -> Result<CudaSlice<T>> {
+    match count {
+        // Zero: Candle reads back all that a storage holds.
+        0 => device.alloc_zeros(1),
+        // SAFETY: the caller's promise.
+        _ => unsafe { device.alloc(count) },
+    }
+}
 
 /// An argument of a launch.
 pub(crate) fn arg<T: DeviceRepr>(value: &T) -> *const c_void {

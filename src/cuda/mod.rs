@@ -18,7 +18,7 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 
 mod memory;
-pub(crate) use memory::{arg, Addresses, DeviceBuffer};
+pub(crate) use memory::{alloc, arg, Addresses, DeviceBuffer};
 
 mod ptx {
     include!(concat!(env!("OUT_DIR"), "/sampling_ptx.rs"));

@@ -5,12 +5,13 @@ use super::sample::{self, Draw, DrawOperand};
 use super::truncation::{row_and_column, Mass, Operand, Rows, Truncation, PACKED};
 use crate::buffer::DeviceBuffer as Buffer;
 use crate::cuda::{
-    self, arg, Addresses, Demand, Family, Form, Kernel, Teams, CANDIDATES, MASK, REPEAT_PENALTY,
-    SAMPLE,
+    self, alloc, arg, Addresses, Demand, Family, Form, Kernel, Teams, CANDIDATES, MASK,
+    REPEAT_PENALTY, SAMPLE,
 };
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaStream, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg, SyncOnDrop,
+    ValidAsZeroBits,
 };
 use candle_core::cuda_backend::{CudaDType, CudaStorageSlice, WrapErr};
 use candle_core::{bail, CudaDevice, CudaStorage, DType, Result, Shape, Storage, Tensor};
@@ -189,14 +190,14 @@ pub(super) fn mask(
     rows: &Rows,
     operand: Operand<CudaStorage>,
 ) -> Result<CudaStorage> {
-    fn run<T: CudaDType + DeviceRepr>(
+    fn run<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
         storage: &CudaStorage,
         rows: &Rows,
         operand: Operand<CudaStorage>,
     ) -> Result<CudaStorage> {
         let device = storage.device();
         // SAFETY: the kernel writes every element.
-        let mut out = unsafe { device.alloc::<T>(rows.batch * rows.vocab)? };
+        let mut out = unsafe { alloc::<T>(device, rows.batch * rows.vocab)? };
         if rows.batch > 0 {
             let (kernel, teams) = kernel(&MASK, device, storage.dtype(), rows)?;
             let stream = kernel.stream.clone();
@@ -284,9 +285,9 @@ pub(super) fn candidates(
     // SAFETY: the kernel writes every element of all three.
     let (mut ids, mut log_probs, mut counts) = unsafe {
         (
-            device.alloc::<u32>(rows.batch * capacity)?,
-            device.alloc::<f32>(rows.batch * capacity)?,
-            device.alloc::<u32>(rows.batch)?,
+            alloc::<u32>(device, rows.batch * capacity)?,
+            alloc::<f32>(device, rows.batch * capacity)?,
+            alloc::<u32>(device, rows.batch)?,
         )
     };
     if rows.batch > 0 {
@@ -422,7 +423,7 @@ pub(super) fn sample(
 ) -> Result<CudaStorage> {
     let device = storage.device();
     // SAFETY: the kernel writes every token.
-    let mut tokens = unsafe { device.alloc::<u32>(rows.batch)? };
+    let mut tokens = unsafe { alloc::<u32>(device, rows.batch)? };
     let out = Outputs::tokens(&mut tokens);
     launch_sample(storage, rows, &operand, &draws, out)?;
     Ok(CudaStorage::wrap_cuda_slice(tokens, device.clone()))
@@ -439,8 +440,8 @@ pub(super) fn sample_with_log_probs(
     // SAFETY: the kernel writes every token and every log-probability.
     let (mut tokens, mut log_probs) = unsafe {
         (
-            device.alloc::<u32>(rows.batch)?,
-            device.alloc::<f32>(rows.batch)?,
+            alloc::<u32>(device, rows.batch)?,
+            alloc::<f32>(device, rows.batch)?,
         )
     };
     let out = Outputs {
@@ -515,7 +516,7 @@ pub(super) fn sample_strict(
 ) -> Result<CudaStorage> {
     let device = storage.device();
     // SAFETY: the kernel writes every token.
-    let mut tokens = unsafe { device.alloc::<u32>(rows.batch)? };
+    let mut tokens = unsafe { alloc::<u32>(device, rows.batch)? };
     let refused = if strict { NAN | INFINITY } else { NAN };
     with_draws(device, draws, |draws| {
         let operand = Operand::scalar("sample", rows, truncation)?;
@@ -555,7 +556,7 @@ impl Readback {
         let (_, buffer) = self.0.insert(match kept {
             Some(kept) => kept,
             // SAFETY: the kernel writes what is read back.
-            None => (device.clone(), unsafe { device.alloc::<u32>(needed)? }),
+            None => (device.clone(), unsafe { alloc::<u32>(device, needed)? }),
         });
         with_draws(device, draws, |draws| {
             let operand = Operand::scalar("sample", rows, truncation)?;
@@ -588,7 +589,7 @@ pub(super) fn penalise(logits: &Tensor, penalty: f32, ids: &[u32]) -> Result<Ten
     let source = storage.as_cuda_slice::<f32>()?;
     let source = source.slice(layout.start_offset()..layout.start_offset() + vocab);
     // SAFETY: written by the copy.
-    let mut out = unsafe { device.alloc::<f32>(vocab)? };
+    let mut out = unsafe { alloc::<f32>(device, vocab)? };
     device.memcpy_dtod(&source, &mut out)?;
     if !ids.is_empty() {
         let Kernel { function, stream } = REPEAT_PENALTY.kernel(device, "repeat_penalty", 0)?;

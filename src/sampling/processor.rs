@@ -5,6 +5,7 @@ use super::cuda;
 use super::sample::{self, Draw, DrawOperand};
 use super::softmax;
 use super::truncation::{Mass, Operand, Rows, Truncation};
+use crate::empty::to_f32;
 use crate::order::{self, rank, rank_position};
 use candle_core::{bail, DType, Device, Result, Storage, Tensor};
 use candle_transformers::generation::Sampling;
@@ -264,7 +265,7 @@ fn truncation(sampling: &Sampling) -> Result<Truncation> {
 fn prepare(logits: &Tensor) -> Result<(Tensor, Rows)> {
     let logits = match logits.dtype() {
         DType::F32 | DType::F16 | DType::BF16 => logits.clone(),
-        _ => logits.to_dtype(DType::F32)?,
+        _ => to_f32(logits)?,
     };
     let here = logits.device().is_cpu() || (logits.device().is_cuda() && cfg!(feature = "cuda"));
     let logits = if here {

@@ -1,6 +1,7 @@
 //! The repetition penalty, on the device.
 
 use super::cuda;
+use crate::empty::to_f32;
 use candle_core::{bail, DType, Device, Result, Tensor};
 
 /// Drop-in for `candle_transformers::utils::apply_repeat_penalty`: each token of `context` once,
@@ -27,6 +28,9 @@ pub fn apply_repeat_penalty(logits: &Tensor, penalty: f32, context: &[u32]) -> R
         .collect();
     ids.sort_unstable();
     ids.dedup();
+    if vocab == 0 {
+        return to_f32(logits);
+    }
     let device = logits.device();
     if device.is_cuda() && cfg!(feature = "cuda") {
         return cuda::penalise(&logits.to_dtype(DType::F32)?, penalty, &ids);

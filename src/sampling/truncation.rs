@@ -1,5 +1,6 @@
 //! The parameters of truncation: checked once, here.
 
+use crate::empty::{full, to_f32};
 use candle_core::{bail, DType, Device, Layout, Result, Tensor};
 
 /// What the nucleus threshold p is a fraction of, where a top-k stands before it.
@@ -189,13 +190,13 @@ pub fn pack_rows(
     let mut packed = Vec::with_capacity(PACKED);
     for (name, tensor, default) in columns {
         packed.push(match tensor {
-            None => Tensor::full(default, first.dims(), first.device())?,
+            None => full(default, first.dims(), first.device())?,
             Some(t) if t.rank() != 1 || t.dims() != first.dims() => bail!(
                 "pack_rows: {name} has shape {:?}, [B] is needed, with the same B in all (another has {:?})",
                 t.dims(),
                 first.dims()
             ),
-            Some(t) => t.to_dtype(DType::F32)?,
+            Some(t) => to_f32(t)?,
         });
     }
     Tensor::stack(&packed, 1)

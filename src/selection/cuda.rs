@@ -7,7 +7,7 @@ use super::topk::{BoundsOf, Order, TopK};
 use super::OP;
 use crate::buffer::{Buffer, DeviceBuffer};
 use crate::cuda::{
-    arg, forced_sm80, of_dtype, runs_sm90, Addresses, Kernel, Teams, SELECT, SELECT_CLUSTER,
+    alloc, arg, forced_sm80, of_dtype, runs_sm90, Addresses, Kernel, Teams, SELECT, SELECT_CLUSTER,
 };
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
@@ -240,10 +240,10 @@ pub(super) fn select(
     // SAFETY: the kernel writes every element.
     let (mut positions, mut counts, mut values) = unsafe {
         (
-            device.alloc::<u32>(slots)?,
-            device.alloc::<u32>(rows.count)?,
+            alloc::<u32>(device, slots)?,
+            alloc::<u32>(device, rows.count)?,
             match top.values {
-                true => Some(device.alloc::<f32>(slots)?),
+                true => Some(alloc::<f32>(device, slots)?),
                 false => None,
             },
         )

@@ -459,6 +459,12 @@ pub fn dtypes(device: &Device) -> Result<()> {
         .t()?
         .get(0)?;
     assert_eq!(LogitsProcessor::new(3, None, None).sample(&column)?, 1);
+    // A batch of none.
+    for dtype in [DType::F32, DType::F64] {
+        let none = Tensor::zeros((0, 5), dtype, device)?;
+        let mut processor = LogitsProcessor::new(3, Some(0.5), None);
+        assert!(processor.sample_batch(&none)?.is_empty());
+    }
     Ok(())
 }
 
@@ -568,6 +574,9 @@ pub fn repeat_penalty(device: &Device) -> Result<()> {
         let got = candle_topk::apply_repeat_penalty(&view, 1.2, &context)?.to_vec1::<f32>()?;
         assert_eq!(got, candle(&view, 1.2, &context)?.to_vec1::<f32>()?);
     }
+    let none = Tensor::zeros(0, DType::BF16, device)?;
+    let got = candle_topk::apply_repeat_penalty(&none, 1.2, &[0, 1])?;
+    assert_eq!((got.dtype(), got.dims()), (DType::F32, &[0][..]));
     let batch = Tensor::zeros((2, 3), DType::F32, device)?;
     let message = candle_topk::apply_repeat_penalty(&batch, 1.1, &[])
         .expect_err("refused")

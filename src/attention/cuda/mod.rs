@@ -1,8 +1,10 @@
 //! Tensors on a CUDA device.
 
+mod heads;
 mod indexer;
 mod sparse;
 
+pub(super) use heads::by_head;
 #[cfg(feature = "cuda")]
 pub(super) use indexer::preload as preload_indexer;
 pub(super) use indexer::{bounds, bounds_into, indexer_scores, indexer_scores_into, to_fp8};

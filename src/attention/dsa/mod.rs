@@ -44,7 +44,7 @@ use cache::CachedKeys;
 use candle_core::{bail, DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use rope::{joined, Rotation};
-use weights::{check_hidden, Fp8, LayerNorm, Linear, RmsNorm};
+use weights::{by_head, check_hidden, Fp8, LayerNorm, Linear, RmsNorm};
 
 const OP: &str = "DsaAttention";
 
@@ -376,13 +376,8 @@ impl DsaAttention {
         let q = q.reshape((rows, self.heads, self.nope + self.rotated))?;
         let rotated = q.narrow(2, self.nope, self.rotated)?.contiguous()?;
         let rotated = rotation.apply(&rotated, 0, RopeLayout::Interleaved)?;
-        let absorbed = q
-            .narrow(2, 0, self.nope)?
-            .transpose(0, 1)?
-            .contiguous()?
-            .matmul(&self.to_latent)?
-            .transpose(0, 1)?;
-        let q = joined(&[absorbed, rotated])?;
+        let absorbed = q.narrow(2, 0, self.nope)?;
+        let q = by_head(&absorbed, &self.to_latent, Some(&rotated))?;
         let mut kv = KeyValues::batched(&cached(&cache.latent)?, Values::OfKeys(self.latent));
         if let Some(map) = &map {
             kv = kv.with_row_sequences(map);
@@ -390,13 +385,8 @@ impl DsaAttention {
         let attention = SparseAttention::new(self.scale)
             .with_visible(&visible)
             .forward(&q, &kv, &positions)?;
-        let values = attention
-            .out
-            .transpose(0, 1)?
-            .contiguous()?
-            .matmul(&self.to_values)?
-            .transpose(0, 1)?
-            .reshape((rows, self.heads * self.value))?;
+        let values = by_head(&attention.out, &self.to_values, None)?;
+        let values = values.reshape((rows, self.heads * self.value))?;
         let hidden = self.o.forward(&values)?;
         cache.set_lengths(first, &grown);
         Ok(DsaOutput { hidden, positions })

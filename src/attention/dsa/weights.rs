@@ -2,9 +2,11 @@
 
 use super::super::cuda;
 use super::config::DsaConfig;
+use crate::held::hold;
 use candle_core::backend::BackendStorage;
 use candle_core::{
-    bail, CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, D,
+    bail, CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage,
+    Tensor, D,
 };
 use candle_nn::VarBuilder;
 
@@ -73,6 +75,33 @@ impl Linear {
             None => Ok(y),
         }
     }
+}
+
+/// `x` `[R, H, K]` by the matrix of each head, `[H, K, N]`: `[R, H, N]`. Behind each row's N numbers come
+/// those of `tail` `[R, H, P]`, dense, where there is one.
+pub fn by_head(x: &Tensor, matrices: &Tensor, tail: Option<&Tensor>) -> Result<Tensor> {
+    if !x.device().is_cuda() {
+        let product = x.transpose(0, 1)?.contiguous()?.matmul(matrices)?;
+        let product = product.transpose(0, 1)?.contiguous()?;
+        return match tail {
+            Some(tail) => Tensor::cat(&[&product, tail], D::Minus1),
+            None => Ok(product),
+        };
+    }
+    let (rows, heads, _) = x.dims3()?;
+    let width = matrices.dims()[2] + tail.map_or(0, |tail| tail.dims()[2]);
+    let held = hold([Some(x), Some(matrices), tail]);
+    let [x, matrices, tail] = held.each_ref().map(|held| match held {
+        Some((storage, layout)) => match &***storage {
+            Storage::Cuda(storage) => Some((storage, *layout)),
+            _ => unreachable!("the operands are on one device"),
+        },
+        None => None,
+    });
+    let (x, matrices) = (x.expect("it is given"), matrices.expect("they are given"));
+    let product = cuda::by_head(x, matrices, tail)?;
+    let shape = Shape::from((rows, heads, width));
+    Ok(Tensor::from((Storage::Cuda(product), shape)))
 }
 
 /// Each block of the weight times its scale.

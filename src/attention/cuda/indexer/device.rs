@@ -4,8 +4,8 @@ use super::super::super::indexer::{Rows, Scores};
 use super::super::super::keys::{Bounded, Lengths, Places};
 use super::super::super::parts::Part;
 use crate::cuda::{
-    arg, forced_sm80, runs_sm90, Addresses, Kernel, Teams, BOUNDS, FP8, INDEXER_FILL, INDEXER_SM80,
-    INDEXER_SM90,
+    alloc, arg, forced_sm80, runs_sm90, Addresses, Kernel, Teams, BOUNDS, FP8, INDEXER_FILL,
+    INDEXER_SM80, INDEXER_SM90,
 };
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::cudarc::driver::sys::{
@@ -363,7 +363,7 @@ pub(in super::super::super) fn bounds(
     };
     let unset = || -> Result<CudaStorage> {
         // SAFETY: the kernel writes every element that there is a row for.
-        let slice = unsafe { device.alloc::<i64>(rows.max(1))? };
+        let slice = unsafe { alloc::<i64>(device, rows)? };
         Ok(CudaStorage::wrap_cuda_slice(slice, device.clone()))
     };
     let mut starts = packed.then(unset).transpose()?;
@@ -653,7 +653,7 @@ pub(in super::super::super) fn indexer_scores(
     let device = request.q.storage.device();
     let length = request.located.places.length;
     // SAFETY: every element is written: what its row sees by one kernel, and the rest by the other.
-    let slice = unsafe { device.alloc::<f32>((request.rows * length).max(1))? };
+    let slice = unsafe { alloc::<f32>(device, request.rows * length)? };
     let mut out = CudaStorage::wrap_cuda_slice(slice, device.clone());
     let rows = Rows {
         start: 0,
