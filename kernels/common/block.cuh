@@ -5,6 +5,8 @@
 
 #include <string.h>
 
+#include "ptx.cuh"
+
 // `kThreads` is the including file's: the forms of a kernel differ in it.
 constexpr int kWarps = kThreads / 32;
 static_assert((kWarps & (kWarps - 1)) == 0 && kWarps <= 32, "the second step of a reduction is one warp wide");
@@ -80,15 +82,4 @@ __device__ __noinline__ V block_exclusive_sum(V v, V zero, Add add, V* total) {
   *total = warp_reduce(part, add);
   const V earlier = warp_reduce(lane < warp ? part : zero, add);
   return add(earlier, before);
-}
-
-// Adds to a word of shared memory, and gives what it was. Where all that is known of it is a pointer,
-// atomicAdd would take the way of global memory.
-__device__ __forceinline__ unsigned shared_add(unsigned* word, unsigned by) {
-  unsigned was;
-  asm volatile("atom.shared.add.u32 %0, [%1], %2;"
-               : "=r"(was)
-               : "r"((unsigned)__cvta_generic_to_shared(word)), "r"(by)
-               : "memory");
-  return was;
 }

@@ -1,12 +1,26 @@
 // What the members of a thread-block cluster say to each other.
 #pragma once
 
+#ifdef CANDLE_TOPK_EMULATOR
+#include <emulator/cluster.hpp>
+#else
+
+// Which cluster this is.
+__device__ __forceinline__ unsigned cluster_index() {
+  unsigned index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+
 // A barrier that orders nothing but the arrivals: the other kind waits for all that a thread has written, on
 // its way to memory.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   __syncwarp();  // `aligned`: all threads of a warp are to execute it together.
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
+
+// The other half of it.
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // What members send each other. A barrier of the cluster is a fence for the whole device, waits for
 // every store to reach L2 and empties L1; what is sent arrives, and is waited for, by itself.
@@ -73,3 +87,5 @@ struct Mail {
     return there;
   }
 };
+
+#endif

@@ -5,6 +5,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "ptx.cuh"
+
 // `kThreads`, the threads of a block, is the including file's.
 
 __device__ __forceinline__ float widen(float x) { return x; }
@@ -44,13 +46,6 @@ struct alignas(16) Vector {
   static constexpr int kWidth = 16 / sizeof(T);
   T at[kWidth];
 };
-
-// The greater; NaN where either is.
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
 
 // The greatest element; NaN where any is.
 __device__ __forceinline__ float max_or_nan(const Vector<float>& v) {
@@ -152,7 +147,7 @@ struct Row {
 #pragma unroll
     for (int d = 0; d < kAhead; d++) {
       const int j = begin + threadIdx.x + d * kThreads;
-      if (j < end) asm volatile("prefetch.global.L2 [%0];" ::"l"(data + max(first(j), 0)));
+      if (j < end) prefetch_to_l2(data + max(first(j), 0));
     }
   }
 

@@ -4,6 +4,8 @@
 
 #include <math_constants.h>
 
+#include "ptx.cuh"
+
 typedef unsigned long long u64;
 
 // A sum of weights in units of 2^-62: an integer, so that its order does not show.
@@ -68,13 +70,6 @@ __device__ __forceinline__ Mass inverted(Mass total, u64 draw) {
   return times(total.high, draw) + Mass{__umul64hi(total.low, draw), 0};
 }
 
-// 2^x within 2 units in the last place.
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 struct Softmax {
   float max;
   // Both sides of the quotient are scaled by this power of two, so that the difference of two finite
@@ -118,7 +113,7 @@ struct Softmax {
   __device__ __forceinline__ u64 mass(float x) const {
     const float w = weight(x);
     const unsigned bits = __float_as_uint(w);
-    const u64 fraction = bits & 0x7fffffu | 0x800000u;
+    const u64 fraction = (bits & 0x7fffffu) | 0x800000u;
     const int shift = (int)(bits >> 23) - (127 + 23 - 62);
     const u64 mass = shift >= 0 ? fraction << shift : fraction >> -shift;
     return w > 0.0f ? mass : 0;

@@ -21,18 +21,12 @@ struct Team {
   // Rounded up.
   static __device__ __forceinline__ unsigned log_size() { return 32 - __clz(size() - 1); }
   // Which team this is.
-  static __device__ __forceinline__ unsigned index() {
-    unsigned index;
-    asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
-    return index;
-  }
+  static __device__ __forceinline__ unsigned index() { return cluster_index(); }
   // A barrier for all threads of the team, ordering their shared memory.
   static __device__ __forceinline__ void sync() { cooperative_groups::this_cluster().sync(); }
   // The first barrier in two halves: nothing may be sent to a member before it runs.
   static __device__ __forceinline__ void arrive() { cluster_arrive_relaxed(); }
-  static __device__ __forceinline__ void wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  }
+  static __device__ __forceinline__ void wait() { cluster_wait(); }
   // Where member `rank` has this object of shared memory.
   template <class V>
   static __device__ __forceinline__ V* at(V* object, unsigned rank) {

@@ -191,14 +191,13 @@ __device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw, Mass* mas
 
 template <class T, int C>
 __device__ __forceinline__ void sample(const Request& request, const DrawSource& draws, const SampleOutputs& out) {
-  extern __shared__ uint4 dynamic[];
   // Its loads, too, go out at the beginning; of one warp, lest all wait for them at once, and of the
   // member that speaks for a small set.
   __shared__ u64 draw;
   DrawSource::Drawn drawn = {false, 0, 0};
   const bool draws_early = threadIdx.x / 32 == kWarps - 1 && Team<C>::rank() == 0;
   if (draws_early) drawn = draws.load(Kept<T, C>::row_index());
-  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), [&] {
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic_shared()), [&] {
     if (draws_early) {
       const u64 its = drawn.draw();
       if (threadIdx.x % 32 == 0) draw = its;

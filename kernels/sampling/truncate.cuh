@@ -546,8 +546,7 @@ struct Kept {
   // Sends for the slice, where all of the row fits on chip. A warp has a part to itself.
   __device__ __forceinline__ bool stage() {
     if constexpr (C > 1) {
-      unsigned bytes;
-      asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+      const unsigned bytes = dynamic_shared_bytes();
       const unsigned vectors = share(row.vectors(), Team<C>::size());
       if (sizeof(Shared<C>) + vectors * sizeof(uint4) <= bytes) {
         uint4* const copy = reinterpret_cast<uint4*>(&shared + 1);
@@ -580,8 +579,9 @@ struct Kept {
       if constexpr (C > 1) {
         if (proposal.asks_sample) {
           // Else the compiler works out ahead of the loop, for every row, whatever it can of this.
-          asm volatile("" : "+r"(row.size), "+r"(row.shift), "+r"(row.begin), "+r"(row.end), "+r"(limits.top_k),
-                            "+f"(limits.top_p), "+f"(limits.min_p), "+f"(limits.temperature));
+          forget_value(row.size), forget_value(row.shift), forget_value(row.begin), forget_value(row.end);
+          forget_value(limits.top_k), forget_value(limits.top_p), forget_value(limits.min_p);
+          forget_value(limits.temperature);
           proposal = propose(Sampled(row));
         }
       }
@@ -634,7 +634,7 @@ struct Kept {
   template <class Meanwhile>
   __device__ __forceinline__ Proposal propose_staged(Meanwhile meanwhile) {
     constexpr int kGroups = 128;  // at most: 96 where the members are 3 or 6
-    __shared__ alignas(16) unsigned maxima[kGroups];
+    alignas(16) __shared__ unsigned maxima[kGroups];
     const int size = Team<C>::size(), lane = threadIdx.x % 32;
     int from, to;
     row.part_of_warp(&from, &to);
@@ -851,9 +851,7 @@ struct Kept {
         for (int w = 0; w < Row<T>::kWidth; w++) {
           const float x = widen(v[d].at[w]);
           const float weight = exp2_approx(__fmaf_rn(x, scale, -origin));
-          asm("{\n.reg .pred below;\nsetp.lt.f32 below, %1, %2;\n@below add.f32 %0, %0, %3;\n}"
-              : "+f"(weights[w % 4])
-              : "f"(x), "f"(threshold), "f"(weight));
+          add_below(&weights[w % 4], weight, x, threshold);
         }
       }
       // With the rounding of each sum carried into the next (Kahan).

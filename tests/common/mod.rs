@@ -252,6 +252,7 @@ pub fn logits(law: Law, vocab: usize, rng: &mut StdRng) -> Vec<f32> {
 pub trait Float: candle_core::WithDType {
     fn round(x: f32) -> Self;
     fn wide(self) -> f32;
+    fn bytes(self) -> Vec<u8>;
 }
 
 impl Float for f32 {
@@ -260,6 +261,9 @@ impl Float for f32 {
     }
     fn wide(self) -> f32 {
         self
+    }
+    fn bytes(self) -> Vec<u8> {
+        self.to_ne_bytes().to_vec()
     }
 }
 
@@ -270,6 +274,9 @@ impl Float for f16 {
     fn wide(self) -> f32 {
         self.to_f32()
     }
+    fn bytes(self) -> Vec<u8> {
+        self.to_ne_bytes().to_vec()
+    }
 }
 
 impl Float for bf16 {
@@ -278,6 +285,9 @@ impl Float for bf16 {
     }
     fn wide(self) -> f32 {
         self.to_f32()
+    }
+    fn bytes(self) -> Vec<u8> {
+        self.to_ne_bytes().to_vec()
     }
 }
 

@@ -1,0 +1,311 @@
+//! The CUDA kernels of sampling without a GPU: compiled by a C++ compiler for an emulator of blocks, warps
+//! and clusters (`tests/emulator`), and compared with the CPU backend, bit by bit.
+//!
+//! It shows what the kernels compute, whatever the order in which warps run and messages come: not what
+//! the device's memory model allows beyond that, nor how long it takes.
+
+#![cfg(all(
+    target_os = "linux",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
+
+mod common;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_topk::sampling::{
+    candidates_rows, mask_rows, sample_rows_with_log_probs, Candidates, Mass, Truncation,
+};
+use common::{logits, rng, Float, Law, Params, LAWS};
+use half::{bf16, f16};
+use rand::{rngs::StdRng, Rng};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// A form of the kernels: what its .cu files define, and how many blocks may share a row.
+struct Form {
+    name: &'static str,
+    threads: u32,
+    candidates: u32,
+    clusters: &'static [u32],
+}
+
+const ONE_BLOCK: Form = Form {
+    name: "block",
+    threads: 256,
+    candidates: 4096,
+    clusters: &[1],
+};
+const WIDE_BLOCK: Form = Form {
+    name: "wide",
+    threads: 1024,
+    candidates: 4096,
+    clusters: &[1],
+};
+/// The sizes that `cuda::teams` chooses from.
+const CLUSTER: Form = Form {
+    name: "cluster",
+    threads: 512,
+    candidates: 2048,
+    clusters: &[8, 6, 4, 3, 2],
+};
+
+impl Form {
+    /// Compiles it.
+    fn program(&self) -> PathBuf {
+        let program =
+            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("emulated-{}", self.name));
+        let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/emulator");
+        let status = Command::new(&compiler)
+            // Thread-local memory must lie alike in all threads, and no sum be fused.
+            .args([
+                "-std=c++20",
+                "-O1",
+                "-ffp-contract=off",
+                "-fno-strict-aliasing",
+            ])
+            .args(["-ftls-model=local-exec", "-no-pie", "-pthread", "-w"])
+            .arg("-DCANDLE_TOPK_EMULATOR")
+            .arg(format!("-DFORM_THREADS={}", self.threads))
+            .arg(format!("-DFORM_CANDIDATES={}", self.candidates))
+            .arg(format!("-DFORM_CLUSTER={}", self.clusters[0]))
+            .arg("-I")
+            .arg(root.join("include"))
+            .arg(root.join("sampling.cpp"))
+            .arg("-o")
+            .arg(&program)
+            .status()
+            .unwrap_or_else(|e| panic!("`{compiler}` ($CXX, else c++) can't be run: {e}"));
+        assert!(status.success(), "`{compiler}` did not compile the kernels");
+        program
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Op {
+    Mask,
+    Sample,
+    Candidates,
+}
+
+/// A launch: `Case` of tests/emulator/sampling.cpp, and what follows it.
+#[derive(Debug)]
+struct Case {
+    op: Op,
+    dtype: DType,
+    law: Law,
+    vocab: usize,
+    /// How many elements the rows start after a boundary of 16 bytes, and lie apart beyond their width.
+    shift: usize,
+    gap: usize,
+    blocks: u32,
+    /// Whether a cluster gets the shared memory to hold its rows.
+    staged: bool,
+    mass: Mass,
+    params: Vec<Params>,
+}
+
+const CAPACITY: usize = 40;
+
+impl Case {
+    fn random(form: &Form, rng: &mut StdRng) -> Self {
+        let widest = if form.threads == 512 { 24_000 } else { 40_000 };
+        let vocab = match rng.random_range(0..4) {
+            0 => rng.random_range(1..700),
+            1 => rng.random_range(700..6_000),
+            _ => rng.random_range(6_000..widest),
+        };
+        let pick = |rng: &mut StdRng| Params {
+            k: [0, 0, 0, 1, 2, 20, 50, 95, 96, 97, 128, 129, 300, 3000][rng.random_range(0..14)],
+            p: [1.0, 1.0, 0.05, 0.5, 0.9, 0.9, 0.95, 0.999][rng.random_range(0..8)],
+            min_p: [0.0, 0.0, 0.0, 0.05][rng.random_range(0..4)],
+            temperature: [0.0, 1.0, 1.0, 0.7, 0.1, 3.0][rng.random_range(0..6)],
+            mass: Mass::Renormalized,
+        };
+        Self {
+            op: [Op::Mask, Op::Sample, Op::Candidates][rng.random_range(0..3)],
+            dtype: [DType::F32, DType::F32, DType::BF16, DType::F16][rng.random_range(0..4)],
+            law: LAWS[rng.random_range(0..LAWS.len())],
+            vocab,
+            shift: rng.random_range(0..8),
+            gap: rng.random_range(0..3),
+            blocks: form.clusters[rng.random_range(0..form.clusters.len())],
+            staged: form.clusters.len() > 1 && rng.random_range(0..3) > 0,
+            mass: [Mass::Renormalized, Mass::Joint][rng.random_range(0..2)],
+            params: (0..2).map(|_| pick(rng)).collect(),
+        }
+    }
+
+    /// Runs it by the emulator and by the CPU backend, and tells which routes the rows took.
+    fn check<T: Float>(
+        &self,
+        rng: &mut StdRng,
+        to: &mut impl Write,
+        from: &mut impl Read,
+        what: &str,
+    ) -> Result<Vec<u32>> {
+        let rows = self.params.len();
+        let what = format!("{what}: {self:?}");
+        let mut flat = vec![];
+        for _ in 0..rows {
+            let mut row = logits(self.law, self.vocab, rng);
+            // What is rare, in one row of eight.
+            if rng.random_range(0..8) == 0 {
+                let at = rng.random_range(0..self.vocab);
+                row[at] = [f32::NAN, f32::INFINITY, 60.0][rng.random_range(0..3)];
+            }
+            flat.extend(row.into_iter().map(T::round));
+        }
+        let tensor = Tensor::from_vec(flat.clone(), (rows, self.vocab), &Device::Cpu)?;
+        let truncations: Vec<Truncation> = self.params.iter().map(Params::truncation).collect();
+        let packed = Truncation::rows(&truncations, &Device::Cpu)?;
+        let draws: Vec<i64> = (0..2 * rows).map(|_| rng.random()).collect();
+
+        let number = |x: usize| x as u32;
+        let header = [
+            self.op as u32,
+            match self.dtype {
+                DType::F32 => 0,
+                DType::BF16 => 1,
+                _ => 2,
+            },
+            number(rows),
+            number(self.vocab),
+            number(self.vocab + self.gap),
+            number(self.shift),
+            self.blocks,
+            self.staged as u32,
+            (self.mass == Mass::Joint) as u32,
+            number(CAPACITY),
+            rng.random(),
+        ];
+        let mut bytes: Vec<u8> = header.iter().flat_map(|x| x.to_ne_bytes()).collect();
+        let params = packed.flatten_all()?.to_vec1::<f32>()?;
+        bytes.extend(params.iter().flat_map(|x| x.to_ne_bytes()));
+        bytes.extend(draws.iter().flat_map(|x| x.to_ne_bytes()));
+        for row in flat.chunks(self.vocab) {
+            bytes.extend(row.iter().flat_map(|x| x.bytes()));
+            bytes.extend((0..self.gap).flat_map(|_| T::round(f32::NAN).bytes()));
+        }
+        to.write_all(&bytes).and_then(|_| to.flush())?;
+
+        match self.op {
+            Op::Mask => {
+                let want = mask_rows(&tensor, &packed, self.mass)?
+                    .flatten_all()?
+                    .to_vec1::<T>()?;
+                let want: Vec<u8> = want.into_iter().flat_map(T::bytes).collect();
+                let mut got = vec![0; rows * self.vocab * size_of::<T>()];
+                from.read_exact(&mut got)?;
+                let at = got.iter().zip(&want).position(|(g, w)| g != w);
+                assert_eq!(at.map(|at| at / size_of::<T>()), None, "{what}: the mask");
+            }
+            Op::Sample => {
+                let draws = Tensor::from_vec(draws, (rows, 2), &Device::Cpu)?;
+                let (tokens, log_probs) =
+                    sample_rows_with_log_probs(&tensor, &draws, &packed, self.mass)?;
+                assert_eq!(
+                    words(from, rows)?,
+                    tokens.to_vec1::<u32>()?,
+                    "{what}: tokens"
+                );
+                let notes = flat.chunks(self.vocab).map(|row| {
+                    let any = |f: fn(f32) -> bool| row.iter().any(|&x| f(x.wide())) as u32;
+                    any(f32::is_nan) | any(|x| x == f32::INFINITY) << 1
+                });
+                assert_eq!(
+                    words(from, rows)?,
+                    notes.collect::<Vec<_>>(),
+                    "{what}: notes"
+                );
+                check_log_probs(&words(from, rows)?, &log_probs, &what)?;
+            }
+            Op::Candidates => {
+                let Candidates {
+                    ids,
+                    log_probs,
+                    counts,
+                } = candidates_rows(&tensor, &packed, self.mass, CAPACITY)?;
+                assert_eq!(
+                    words(from, rows)?,
+                    counts.to_vec1::<u32>()?,
+                    "{what}: counts"
+                );
+                let ids = ids.flatten_all()?.to_vec1::<u32>()?;
+                assert_eq!(words(from, rows * CAPACITY)?, ids, "{what}: ids");
+                check_log_probs(&words(from, rows * CAPACITY)?, &log_probs, &what)?;
+            }
+        }
+        let counters = words(from, 4 * rows)?;
+        Ok(counters.chunks(4).map(|row| row[0]).collect())
+    }
+}
+
+fn words(from: &mut impl Read, count: usize) -> Result<Vec<u32>> {
+    let mut bytes = vec![0; 4 * count];
+    from.read_exact(&mut bytes)?;
+    let word = |b: &[u8]| u32::from_ne_bytes([b[0], b[1], b[2], b[3]]);
+    Ok(bytes.chunks(4).map(word).collect())
+}
+
+/// The logarithm is the platform's.
+fn check_log_probs(got: &[u32], want: &Tensor, what: &str) -> Result<()> {
+    let want = want.flatten_all()?.to_vec1::<f32>()?;
+    for (got, want) in got.iter().map(|&bits| f32::from_bits(bits)).zip(want) {
+        let close = got == want || (got - want).abs() <= 1e-6 * (1.0 + want.abs());
+        assert!(close, "{what}: log-probability {got}, {want} expected");
+    }
+    Ok(())
+}
+
+/// Random launches of a form. `routes`: those that rows must have taken, or the test shows too little.
+fn random_launches(form: &Form, cases: usize, routes: &[u32]) -> Result<()> {
+    let mut program = Command::new(form.program())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let mut to = program.stdin.take().expect("piped");
+    let mut from = program.stdout.take().expect("piped");
+    let rng = &mut rng(90 + form.threads as u64);
+    let mut taken = 0;
+    for i in 0..cases {
+        let case = Case::random(form, rng);
+        let what = format!("{} {i}", form.name);
+        let (to, from) = (&mut to, &mut from);
+        let routes = match case.dtype {
+            DType::F32 => case.check::<f32>(rng, to, from, &what)?,
+            DType::BF16 => case.check::<bf16>(rng, to, from, &what)?,
+            _ => case.check::<f16>(rng, to, from, &what)?,
+        };
+        routes.iter().for_each(|route| taken |= route);
+    }
+    drop(to);
+    assert!(program.wait()?.success());
+    for route in routes {
+        assert_eq!(taken & route, *route, "no row took route {route}");
+    }
+    Ok(())
+}
+
+// `RouteCounters` in kernels/sampling/truncate.cuh.
+const HIT: u32 = 1;
+const SECOND_PASS: u32 = 2;
+const FALLBACK: u32 = 4;
+const NO_TRUNCATION: u32 = 8;
+const ALL: &[u32] = &[HIT, SECOND_PASS, FALLBACK, NO_TRUNCATION];
+
+#[test]
+fn one_block_a_row() -> Result<()> {
+    random_launches(&ONE_BLOCK, 300, ALL)
+}
+
+#[test]
+fn a_wide_block_a_row() -> Result<()> {
+    random_launches(&WIDE_BLOCK, 120, ALL)
+}
+
+#[test]
+fn a_cluster_a_row() -> Result<()> {
+    random_launches(&CLUSTER, 150, ALL)
+}

@@ -1,0 +1,19 @@
+// kernels/common/ptx.cuh on the CPU.
+#pragma once
+
+#include <emulator/device.hpp>
+
+inline uint4* dynamic_shared() { return emulator::dynamic_shared(); }
+inline unsigned dynamic_shared_bytes() { return emulator::dynamic_bytes(); }
+inline unsigned shared_add(unsigned* word, unsigned by) { return atomicAdd(word, by); }
+inline void prefetch_to_l2(const void*) {}
+inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
+inline float exp2_approx(float x) {
+  const float y = exp2f(x);
+  return y < 0x1p-126f ? 0.0f : y;
+}
+inline void add_below(float* sum, float weight, float x, float threshold) {
+  if (x < threshold) *sum += weight;
+}
+template <class V>
+void forget_value(V&) {}
