@@ -1,7 +1,7 @@
 //! Rotary position embeddings of the attention and its indexer.
 
 use super::config::{DsaConfig, RopeLayout};
-use candle_core::{bail, DType, Device, Result, Tensor, D};
+use candle_core::{bail, DType, Device, Result, Tensor};
 
 /// Cosines and sines for the positions of a context: one table for all layers.
 #[derive(Debug, Clone)]
@@ -47,14 +47,26 @@ impl Rope {
         self.cos.dims()[0]
     }
 
-    /// The rows of the table at these positions, U32 `[R]`.
-    pub(super) fn at(&self, positions: &Tensor) -> Result<Rotation> {
-        let rows = |table: &Tensor| table.index_select(positions, 0)?.unsqueeze(1);
-        Ok(Rotation {
-            cos: rows(&self.cos)?,
-            sin: rows(&self.sin)?,
-            dim: self.dim,
-        })
+    /// The rows of the table at these positions.
+    pub(super) fn at(&self, positions: &[u32]) -> Result<Rotation> {
+        let (first, rows) = (positions[0] as usize, positions.len());
+        let rotation = |rows: &dyn Fn(&Tensor) -> Result<Tensor>| {
+            Ok(Rotation {
+                cos: rows(&self.cos)?.unsqueeze(1)?,
+                sin: rows(&self.sin)?.unsqueeze(1)?,
+                dim: self.dim,
+            })
+        };
+        // Those of one sequence follow each other: nothing is uploaded and copied.
+        if positions
+            .iter()
+            .zip(first..)
+            .all(|(&at, next)| at as usize == next)
+        {
+            return rotation(&|table| table.narrow(0, first, rows));
+        }
+        let positions = Tensor::new(positions, self.cos.device())?;
+        rotation(&|table| table.index_select(&positions, 0))
     }
 }
 
@@ -66,38 +78,23 @@ pub(super) struct Rotation {
 }
 
 impl Rotation {
-    /// Rotates the d numbers from `start` on in each vector of `x` `[R, heads, n]`. In f32, rounded
-    /// once.
-    pub fn apply(&self, x: &Tensor, start: usize, layout: RopeLayout) -> Result<Tensor> {
-        let (_, _, width) = x.dims3()?;
+    /// `x` `[R, heads, d]` rotated, dense. In f32, rounded once.
+    pub fn of(&self, x: &Tensor, layout: RopeLayout) -> Result<Tensor> {
         // A row is a batch of its own to Candle's op, with a single token.
-        let part = x.narrow(2, start, self.dim)?.unsqueeze(2)?;
-        let part = part.to_dtype(DType::F32)?.contiguous()?;
+        let wide = x.unsqueeze(2)?.to_dtype(DType::F32)?.contiguous()?;
         let rotated = match layout {
-            RopeLayout::HalfSplit => candle_nn::rotary_emb::rope(&part, &self.cos, &self.sin)?,
-            RopeLayout::Interleaved => candle_nn::rotary_emb::rope_i(&part, &self.cos, &self.sin)?,
+            RopeLayout::HalfSplit => candle_nn::rotary_emb::rope(&wide, &self.cos, &self.sin)?,
+            RopeLayout::Interleaved => candle_nn::rotary_emb::rope_i(&wide, &self.cos, &self.sin)?,
         };
-        let rotated = rotated.squeeze(2)?.to_dtype(x.dtype())?;
-        let end = start + self.dim;
-        let mut parts = Vec::with_capacity(3);
-        if start > 0 {
-            parts.push(x.narrow(2, 0, start)?);
-        }
-        parts.push(rotated);
-        if end < width {
-            parts.push(x.narrow(2, end, width - end)?);
-        }
-        joined(&parts)
+        rotated.squeeze(2)?.to_dtype(x.dtype())
     }
-}
 
-/// Vectors one behind the other, dense: of strided parts Candle's cat makes a strided whole.
-pub(super) fn joined(parts: &[Tensor]) -> Result<Tensor> {
-    let dense: Vec<_> = parts
-        .iter()
-        .map(Tensor::contiguous)
-        .collect::<Result<_>>()?;
-    Tensor::cat(&dense, D::Minus1)
+    /// Rotates the d numbers from `start` on in each vector of `x` `[R, heads, n]`, dense, where they
+    /// lie: nothing else may hold the tensor.
+    pub fn in_place(&self, x: &Tensor, start: usize, layout: RopeLayout) -> Result<()> {
+        let rotated = self.of(&x.narrow(2, start, self.dim)?, layout)?;
+        x.slice_set(&rotated, 2, start)
+    }
 }
 
 #[cfg(test)]
@@ -111,7 +108,8 @@ mod tests {
         let positions = &tensors["rope.positions"];
         let rope = Rope::new(&config, 10240, &Device::Cpu)?;
         assert_eq!(rope.positions(), 10240);
-        let rotation = rope.at(&positions.to_dtype(DType::U32)?)?;
+        let at = positions.to_dtype(DType::U32)?.to_vec1::<u32>()?;
+        let rotation = rope.at(&at)?;
         let (frequencies, _) = config.frequencies();
         for (ours, name) in [(rotation.cos, "rope.cos"), (rotation.sin, "rope.sin")] {
             let ours = ours.squeeze(1)?.to_vec2::<f32>()?;
