@@ -318,15 +318,18 @@ impl DsaAttention {
         let places: Vec<u32> = new.flat_map(at).collect();
         let ends: Vec<u32> = places.iter().map(|place| place + 1).collect();
         let rotation = self.rope.at(&places)?;
-        let ends = Tensor::from_vec(ends, rows, device)?;
-        let visible = Visible::between(None, Some(&ends));
         // Where all have as many, the ops tell by themselves whose a row is.
-        let map = match tokens.iter().any(|&count| count != tokens[0]) {
-            true => {
-                let of = |(i, &count): (usize, &usize)| std::iter::repeat_n(i as u32, count);
-                let map: Vec<u32> = tokens.iter().enumerate().flat_map(of).collect();
-                Some(Tensor::from_vec(map, rows, device)?)
-            }
+        let ragged = tokens.iter().any(|&count| count != tokens[0]);
+        let mut words = ends;
+        if ragged {
+            let of = |(i, &count): (usize, &usize)| std::iter::repeat_n(i as u32, count);
+            words.extend(tokens.iter().enumerate().flat_map(of));
+        }
+        let words = Tensor::new(words, device)?;
+        let ends = words.narrow(0, 0, rows)?;
+        let visible = Visible::between(None, Some(&ends));
+        let map = match ragged {
+            true => Some(words.narrow(0, rows, rows)?),
             false => None,
         };
 

@@ -2,14 +2,26 @@
 
 use super::config::{DsaConfig, RopeLayout};
 use candle_core::{bail, DType, Device, Result, Tensor};
+use std::sync::Arc;
 
 /// Cosines and sines for the positions of a context: one table for all layers.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Rope {
     /// F32 `[positions, d/2]`.
     cos: Tensor,
     sin: Tensor,
+    /// The same, cosines and sines.
+    host: Arc<[Vec<f32>; 2]>,
     dim: usize,
+}
+
+impl std::fmt::Debug for Rope {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.debug_struct("Rope")
+            .field("positions", &self.positions())
+            .field("dim", &self.dim)
+            .finish()
+    }
 }
 
 impl Rope {
@@ -36,8 +48,9 @@ impl Rope {
             }
         }
         Ok(Self {
-            cos: Tensor::from_vec(cos, (positions, pairs), device)?,
-            sin: Tensor::from_vec(sin, (positions, pairs), device)?,
+            cos: Tensor::from_slice(&cos, (positions, pairs), device)?,
+            sin: Tensor::from_slice(&sin, (positions, pairs), device)?,
+            host: Arc::new([cos, sin]),
             dim: 2 * pairs,
         })
     }
@@ -47,26 +60,39 @@ impl Rope {
         self.cos.dims()[0]
     }
 
-    /// The rows of the table at these positions.
+    /// The rows of the table at these positions, of which there is one.
     pub(super) fn at(&self, positions: &[u32]) -> Result<Rotation> {
+        /// Rows of which the numbers are uploaded in the positions' stead: Candle's index_select, once
+        /// for each table, uploads shapes beside them.
+        const FEW: usize = 512;
         let (first, rows) = (positions[0] as usize, positions.len());
-        let rotation = |rows: &dyn Fn(&Tensor) -> Result<Tensor>| {
+        let rotation = |cos: Tensor, sin: Tensor| {
             Ok(Rotation {
-                cos: rows(&self.cos)?.unsqueeze(1)?,
-                sin: rows(&self.sin)?.unsqueeze(1)?,
+                cos: cos.unsqueeze(1)?,
+                sin: sin.unsqueeze(1)?,
                 dim: self.dim,
             })
         };
-        // Those of one sequence follow each other: nothing is uploaded and copied.
-        if positions
-            .iter()
-            .zip(first..)
-            .all(|(&at, next)| at as usize == next)
-        {
-            return rotation(&|table| table.narrow(0, first, rows));
+        let mut following = positions.iter().zip(first..);
+        if following.all(|(&at, next)| at as usize == next) {
+            let part = |table: &Tensor| table.narrow(0, first, rows);
+            return rotation(part(&self.cos)?, part(&self.sin)?);
         }
-        let positions = Tensor::new(positions, self.cos.device())?;
-        rotation(&|table| table.index_select(&positions, 0))
+        let device = self.cos.device();
+        if rows > FEW {
+            let positions = Tensor::new(positions, device)?;
+            let select = |table: &Tensor| table.index_select(&positions, 0);
+            return rotation(select(&self.cos)?, select(&self.sin)?);
+        }
+        let pairs = self.dim / 2;
+        let mut both = Vec::with_capacity(rows * self.dim);
+        for table in &*self.host {
+            for &at in positions {
+                both.extend_from_slice(&table[at as usize * pairs..][..pairs]);
+            }
+        }
+        let both = Tensor::from_vec(both, (2, rows, pairs), device)?;
+        rotation(both.get(0)?, both.get(1)?)
     }
 }
 
@@ -108,13 +134,13 @@ mod tests {
         let positions = &tensors["rope.positions"];
         let rope = Rope::new(&config, 10240, &Device::Cpu)?;
         assert_eq!(rope.positions(), 10240);
-        let at = positions.to_dtype(DType::U32)?.to_vec1::<u32>()?;
-        let rotation = rope.at(&at)?;
+        let positions = positions.to_dtype(DType::U32)?;
+        let rotation = rope.at(&positions.to_vec1::<u32>()?)?;
         let (frequencies, _) = config.frequencies();
         for (ours, name) in [(rotation.cos, "rope.cos"), (rotation.sin, "rope.sin")] {
             let ours = ours.squeeze(1)?.to_vec2::<f32>()?;
             let theirs = tensors[name].to_vec2::<f32>()?;
-            let positions = positions.to_vec1::<i64>()?;
+            let positions = positions.to_vec1::<u32>()?;
             for ((ours, theirs), &position) in ours.iter().zip(&theirs).zip(&positions) {
                 for ((a, b), frequency) in ours.iter().zip(theirs).zip(&frequencies) {
                     // A frequency that differs in its last bits is off by as much of the angle.
@@ -122,6 +148,25 @@ mod tests {
                     let bound = 1e-6 + angle * 2.0 * f32::EPSILON;
                     assert!((a - b).abs() <= bound, "{name} at {position}: {a}, {b}");
                 }
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows that follow each other, few, and many.
+    #[test]
+    fn rows_are_those_of_the_table() -> Result<()> {
+        let json = include_str!("../../../tests/fixtures/deepseek_v32.json");
+        let rope = Rope::new(&DsaConfig::from_json(json)?, 2000, &Device::Cpu)?;
+        let all = [rope.cos.to_vec2::<f32>()?, rope.sin.to_vec2::<f32>()?];
+        let follow = (7..1999).collect();
+        let apart = |rows: u32| (0..rows).map(|row| row * 701 % 2000).collect();
+        for positions in [follow, vec![5], apart(3), apart(600)] as [Vec<u32>; 4] {
+            let rotation = rope.at(&positions)?;
+            for (rows, all) in [rotation.cos, rotation.sin].iter().zip(&all) {
+                let rows = rows.squeeze(1)?.to_vec2::<f32>()?;
+                let wanted = positions.iter().map(|&at| &all[at as usize]);
+                assert!(rows.iter().eq(wanted), "{} rows", positions.len());
             }
         }
         Ok(())
