@@ -477,7 +477,9 @@ impl Layer for Gqa {
         let (rows, dim) = (step.rows(), Self::DIM);
         let x = x.reshape((rows, Self::HIDDEN))?;
         let ends = step.ends(&self.device)?;
-        let places = (&ends - 1.0)?;
+        let first = (step.length - step.tokens) as u32;
+        let places = (0..rows).map(|row| first + (row % step.tokens) as u32);
+        let places = Tensor::new(places.collect::<Vec<_>>(), &self.device)?;
         let at = |table: &Tensor| table.index_select(&places, 0)?.unsqueeze(1);
         let (cos, sin) = (at(&self.cos)?, at(&self.sin)?);
         let rotated = |x: Tensor, heads: usize| -> Result<Tensor> {
@@ -490,10 +492,9 @@ impl Layer for Gqa {
         let index_key = rotated(x.matmul(&self.index_key.t()?)?, 1)?;
         let v = x.matmul(&self.v.t()?)?;
         let weights = x.to_dtype(DType::F32)?.matmul(&self.index_weights.t()?)?;
-        let first = step.length - step.tokens;
         let write = |cache: &Tensor, new: &Tensor| -> Result<()> {
             let dims = [&[step.sequences, step.tokens], &cache.dims()[2..]].concat();
-            cache.slice_set(&new.reshape(dims)?, 1, first)
+            cache.slice_set(&new.reshape(dims)?, 1, first as usize)
         };
         write(&self.keys, &k)?;
         write(&self.values, &v)?;

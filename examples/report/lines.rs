@@ -36,6 +36,31 @@ const REQUIRED: &[(&str, &[&str])] = &[
     ("indexer_scores", ATTENTION),
     ("index_topk", ATTENTION),
     ("sparse_attention", ATTENTION),
+    (
+        "layer",
+        &[
+            "model",
+            "phase",
+            "b",
+            "s",
+            "t",
+            "us",
+            "parts_us",
+            "over_parts",
+        ],
+    ),
+    (
+        "perplexity",
+        &[
+            "model",
+            "mode",
+            "dtype",
+            "k",
+            "t",
+            "perplexity",
+            "over_dense",
+        ],
+    ),
 ];
 const ATTENTION: &[&str] = &["phase", "s", "t", "h", "dtype", "us", "exact"];
 const KERNEL: &[&str] = &[

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use anyhow::{bail, ensure, Context, Result};
 
+use crate::attention;
 use crate::kernels;
 use crate::lines::{Line, Results};
 use crate::selection;
@@ -86,6 +87,10 @@ fn section(results: &Results, peers: &kernels::Peers) -> Result<String> {
         part.extend(selection::bars(&run, &peers.selection));
         part.extend([String::new(), format!("{}.", run.source())]);
         parts.push(part);
+    }
+    let attention = attention::summary(results);
+    if !attention.is_empty() {
+        parts.push(attention);
     }
     let parts: Vec<_> = parts.iter().map(|lines| lines.join("\n")).collect();
     Ok(parts.join("\n\n"))

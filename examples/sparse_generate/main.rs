@@ -17,6 +17,8 @@
 
 mod attend;
 mod layers;
+#[path = "../../tests/common/machine.rs"]
+mod machine;
 mod model;
 mod perplexity;
 #[allow(dead_code)] // What only the other example needs.
@@ -38,6 +40,7 @@ use serde_json::{json, Value};
 
 use attend::{Scoring, Sparse};
 use layers::{Size, Timed};
+use machine::Machine;
 use model::Llama;
 use perplexity::{Outcome, Reading};
 
@@ -145,9 +148,9 @@ struct Args {
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 
-    /// The revision of the code, for --json
-    #[arg(long, env = "CANDLE_TOPK_REV", default_value = "unknown")]
-    rev: String,
+    /// The revision of the code, for --json [default: what git says]
+    #[arg(long, env = "CANDLE_TOPK_REV")]
+    rev: Option<String>,
 }
 
 fn main() -> ExitCode {
@@ -250,11 +253,10 @@ impl Args {
         let Some(path) = &self.json else {
             return Ok(());
         };
-        line["gpu"] = match device.is_cpu() {
-            true => json!("cpu"),
-            false => json!("cuda"),
-        };
-        line["rev"] = json!(self.rev);
+        let machine = Machine::of(device);
+        line["gpu"] = json!(machine.gpu);
+        line["rev"] = json!(self.rev.as_ref().unwrap_or(&machine.rev));
+        line["date"] = json!(machine.date);
         let mut file = std::fs::OpenOptions::new()
             .create(true)
             .append(true)
@@ -361,7 +363,8 @@ fn print_line(
         "h": model.sizes.heads, "d": model.sizes.head_dim, "dtype": dtype_name(model.dtype),
         "mode": way.map_or("dense", |way| way.scoring.name()),
         "center": way.map(|way| way.center), "first": way.map(|way| way.first), "last": way.map(|way| way.last),
-        "perplexity": outcome.perplexity(), "late_perplexity": late,
+        "perplexity": outcome.perplexity(), "over_dense": outcome.perplexity() / dense.perplexity(),
+        "late_perplexity": late,
         "block": way.map(|way| way.block), "dense_layers": way.map(|way| way.dense_layers), "mass_share": outcome.share(),
         "mass_share_layers": outcome.layer_shares(), "tokens_per_s": outcome.tokens_per_second(),
     });

@@ -43,7 +43,7 @@ use crate::selection::{Order, TopK};
 use cache::CachedKeys;
 use candle_core::{bail, DType, Result, Tensor};
 use candle_nn::VarBuilder;
-use rope::{joined, Rotation};
+use rope::Rotation;
 use weights::{by_head, check_hidden, Fp8, LayerNorm, Linear, RmsNorm};
 
 const OP: &str = "DsaAttention";
@@ -93,7 +93,7 @@ struct Indexer {
     q_b: Linear,
     k: Linear,
     k_norm: LayerNorm,
-    /// In f32, as both models compute it.
+    /// In f32, as both models compute it, times the scale of the scores.
     weights: Linear,
     fp8: Fp8,
 }
@@ -103,6 +103,10 @@ impl Indexer {
         let vb = vb.pp("indexer");
         let (heads, dim) = (config.index_n_heads, config.index_head_dim);
         let (hidden, rank) = (config.hidden_size, config.q_lora_rank);
+        let sizes = (heads, hidden);
+        let weights = Linear::load_dtype(config, &vb, "weights_proj", sizes, false, DType::F32)?;
+        // H^-1/2 of the sum, and D^-1/2 of the products: positive, so ReLU lets it through.
+        let scale = ((heads * dim) as f64).powf(-0.5);
         Ok(Self {
             heads,
             dim,
@@ -110,14 +114,7 @@ impl Indexer {
             q_b: Linear::load(config, &vb, "wq_b", (heads * dim, rank), false)?,
             k: Linear::load(config, &vb, "wk", (dim, hidden), false)?,
             k_norm: LayerNorm::load(&vb, "k_norm", dim)?,
-            weights: Linear::load_dtype(
-                config,
-                &vb,
-                "weights_proj",
-                (heads, hidden),
-                false,
-                DType::F32,
-            )?,
+            weights: weights.scaled(scale)?,
             fp8: Fp8::new(dim, config.ue8m0, vb.device())?,
         })
     }
@@ -125,7 +122,8 @@ impl Indexer {
     /// Keys `[R, D]` of hidden states `[R, hidden]`, in fp8 where the cache is.
     fn keys(&self, x: &Tensor, rotation: &Rotation, fp8: bool) -> Result<CachedKeys> {
         let keys = self.k_norm.forward(&self.k.forward(x)?)?.unsqueeze(1)?;
-        let keys = rotation.apply(&keys, 0, self.layout)?.squeeze(1)?;
+        rotation.in_place(&keys, 0, self.layout)?;
+        let keys = keys.squeeze(1)?;
         Ok(if fp8 {
             let (keys, scales) = self.fp8.quantize(&keys)?;
             let scales = Some(scales);
@@ -147,10 +145,8 @@ impl Indexer {
         let rows = x.dims()[0];
         let q = self.q_b.forward(latent)?;
         let q = q.reshape((rows, self.heads, self.dim))?;
-        let q = rotation.apply(&q, 0, self.layout)?;
-        // H^-1/2 of the sum, and D^-1/2 of the products: positive, so ReLU lets it through.
-        let scale = ((self.heads * self.dim) as f64).powf(-0.5);
-        let weights = (self.weights.forward(&x.to_dtype(DType::F32)?)? * scale)?;
+        rotation.in_place(&q, 0, self.layout)?;
+        let weights = self.weights.forward(&x.to_dtype(DType::F32)?)?;
         if fp8 {
             // The scale of a query is positive too, and goes into its weight.
             let (q, scales) = self.fp8.quantize(&q)?;
@@ -321,16 +317,19 @@ impl DsaAttention {
         let at = |(count, length): (&usize, &usize)| (length - count) as u32..*length as u32;
         let places: Vec<u32> = new.flat_map(at).collect();
         let ends: Vec<u32> = places.iter().map(|place| place + 1).collect();
-        let rotation = self.rope.at(&Tensor::from_vec(places, rows, device)?)?;
-        let ends = Tensor::from_vec(ends, rows, device)?;
-        let visible = Visible::between(None, Some(&ends));
+        let rotation = self.rope.at(&places)?;
         // Where all have as many, the ops tell by themselves whose a row is.
-        let map = match tokens.iter().any(|&count| count != tokens[0]) {
-            true => {
-                let of = |(i, &count): (usize, &usize)| std::iter::repeat_n(i as u32, count);
-                let map: Vec<u32> = tokens.iter().enumerate().flat_map(of).collect();
-                Some(Tensor::from_vec(map, rows, device)?)
-            }
+        let ragged = tokens.iter().any(|&count| count != tokens[0]);
+        let mut words = ends;
+        if ragged {
+            let of = |(i, &count): (usize, &usize)| std::iter::repeat_n(i as u32, count);
+            words.extend(tokens.iter().enumerate().flat_map(of));
+        }
+        let words = Tensor::new(words, device)?;
+        let ends = words.narrow(0, 0, rows)?;
+        let visible = Visible::between(None, Some(&ends));
+        let map = match ragged {
+            true => Some(words.narrow(0, rows, rows)?),
             false => None,
         };
 
@@ -338,9 +337,10 @@ impl DsaAttention {
         let q_latent = self.q_a_norm.forward(&self.q_a.forward(x)?)?;
         let kv = self.kv_a.forward(x)?;
         let latent = self.kv_a_norm.forward(&kv.narrow(1, 0, self.latent)?)?;
-        let rotated = kv.narrow(1, self.latent, self.rotated)?.unsqueeze(1)?;
-        let rotated = rotation.apply(&rotated, 0, RopeLayout::Interleaved)?;
-        let key = joined(&[latent.unsqueeze(1)?, rotated])?;
+        // Into its place: what comes of a product is nobody else's.
+        kv.slice_set(&latent, 1, 0)?;
+        let key = kv.unsqueeze(1)?;
+        rotation.in_place(&key, self.latent, RopeLayout::Interleaved)?;
         let fp8 = cache
             .index_keys
             .as_ref()
@@ -374,8 +374,8 @@ impl DsaAttention {
 
         let q = self.q_b.forward(&q_latent)?;
         let q = q.reshape((rows, self.heads, self.nope + self.rotated))?;
-        let rotated = q.narrow(2, self.nope, self.rotated)?.contiguous()?;
-        let rotated = rotation.apply(&rotated, 0, RopeLayout::Interleaved)?;
+        let rotated = q.narrow(2, self.nope, self.rotated)?;
+        let rotated = rotation.of(&rotated, RopeLayout::Interleaved)?;
         let absorbed = q.narrow(2, 0, self.nope)?;
         let q = by_head(&absorbed, &self.to_latent, Some(&rotated))?;
         let mut kv = KeyValues::batched(&cached(&cache.latent)?, Values::OfKeys(self.latent));

@@ -1,15 +1,27 @@
 //! Rotary position embeddings of the attention and its indexer.
 
 use super::config::{DsaConfig, RopeLayout};
-use candle_core::{bail, DType, Device, Result, Tensor, D};
+use candle_core::{bail, DType, Device, Result, Tensor};
+use std::sync::Arc;
 
 /// Cosines and sines for the positions of a context: one table for all layers.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Rope {
     /// F32 `[positions, d/2]`.
     cos: Tensor,
     sin: Tensor,
+    /// The same, cosines and sines.
+    host: Arc<[Vec<f32>; 2]>,
     dim: usize,
+}
+
+impl std::fmt::Debug for Rope {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.debug_struct("Rope")
+            .field("positions", &self.positions())
+            .field("dim", &self.dim)
+            .finish()
+    }
 }
 
 impl Rope {
@@ -36,8 +48,9 @@ impl Rope {
             }
         }
         Ok(Self {
-            cos: Tensor::from_vec(cos, (positions, pairs), device)?,
-            sin: Tensor::from_vec(sin, (positions, pairs), device)?,
+            cos: Tensor::from_slice(&cos, (positions, pairs), device)?,
+            sin: Tensor::from_slice(&sin, (positions, pairs), device)?,
+            host: Arc::new([cos, sin]),
             dim: 2 * pairs,
         })
     }
@@ -47,14 +60,39 @@ impl Rope {
         self.cos.dims()[0]
     }
 
-    /// The rows of the table at these positions, U32 `[R]`.
-    pub(super) fn at(&self, positions: &Tensor) -> Result<Rotation> {
-        let rows = |table: &Tensor| table.index_select(positions, 0)?.unsqueeze(1);
-        Ok(Rotation {
-            cos: rows(&self.cos)?,
-            sin: rows(&self.sin)?,
-            dim: self.dim,
-        })
+    /// The rows of the table at these positions, of which there is one.
+    pub(super) fn at(&self, positions: &[u32]) -> Result<Rotation> {
+        /// Rows of which the numbers are uploaded in the positions' stead: Candle's index_select, once
+        /// for each table, uploads shapes beside them.
+        const FEW: usize = 512;
+        let (first, rows) = (positions[0] as usize, positions.len());
+        let rotation = |cos: Tensor, sin: Tensor| {
+            Ok(Rotation {
+                cos: cos.unsqueeze(1)?,
+                sin: sin.unsqueeze(1)?,
+                dim: self.dim,
+            })
+        };
+        let mut following = positions.iter().zip(first..);
+        if following.all(|(&at, next)| at as usize == next) {
+            let part = |table: &Tensor| table.narrow(0, first, rows);
+            return rotation(part(&self.cos)?, part(&self.sin)?);
+        }
+        let device = self.cos.device();
+        if rows > FEW {
+            let positions = Tensor::new(positions, device)?;
+            let select = |table: &Tensor| table.index_select(&positions, 0);
+            return rotation(select(&self.cos)?, select(&self.sin)?);
+        }
+        let pairs = self.dim / 2;
+        let mut both = Vec::with_capacity(rows * self.dim);
+        for table in &*self.host {
+            for &at in positions {
+                both.extend_from_slice(&table[at as usize * pairs..][..pairs]);
+            }
+        }
+        let both = Tensor::from_vec(both, (2, rows, pairs), device)?;
+        rotation(both.get(0)?, both.get(1)?)
     }
 }
 
@@ -66,38 +104,23 @@ pub(super) struct Rotation {
 }
 
 impl Rotation {
-    /// Rotates the d numbers from `start` on in each vector of `x` `[R, heads, n]`. In f32, rounded
-    /// once.
-    pub fn apply(&self, x: &Tensor, start: usize, layout: RopeLayout) -> Result<Tensor> {
-        let (_, _, width) = x.dims3()?;
+    /// `x` `[R, heads, d]` rotated, dense. In f32, rounded once.
+    pub fn of(&self, x: &Tensor, layout: RopeLayout) -> Result<Tensor> {
         // A row is a batch of its own to Candle's op, with a single token.
-        let part = x.narrow(2, start, self.dim)?.unsqueeze(2)?;
-        let part = part.to_dtype(DType::F32)?.contiguous()?;
+        let wide = x.unsqueeze(2)?.to_dtype(DType::F32)?.contiguous()?;
         let rotated = match layout {
-            RopeLayout::HalfSplit => candle_nn::rotary_emb::rope(&part, &self.cos, &self.sin)?,
-            RopeLayout::Interleaved => candle_nn::rotary_emb::rope_i(&part, &self.cos, &self.sin)?,
+            RopeLayout::HalfSplit => candle_nn::rotary_emb::rope(&wide, &self.cos, &self.sin)?,
+            RopeLayout::Interleaved => candle_nn::rotary_emb::rope_i(&wide, &self.cos, &self.sin)?,
         };
-        let rotated = rotated.squeeze(2)?.to_dtype(x.dtype())?;
-        let end = start + self.dim;
-        let mut parts = Vec::with_capacity(3);
-        if start > 0 {
-            parts.push(x.narrow(2, 0, start)?);
-        }
-        parts.push(rotated);
-        if end < width {
-            parts.push(x.narrow(2, end, width - end)?);
-        }
-        joined(&parts)
+        rotated.squeeze(2)?.to_dtype(x.dtype())
     }
-}
 
-/// Vectors one behind the other, dense: of strided parts Candle's cat makes a strided whole.
-pub(super) fn joined(parts: &[Tensor]) -> Result<Tensor> {
-    let dense: Vec<_> = parts
-        .iter()
-        .map(Tensor::contiguous)
-        .collect::<Result<_>>()?;
-    Tensor::cat(&dense, D::Minus1)
+    /// Rotates the d numbers from `start` on in each vector of `x` `[R, heads, n]`, dense, where they
+    /// lie: nothing else may hold the tensor.
+    pub fn in_place(&self, x: &Tensor, start: usize, layout: RopeLayout) -> Result<()> {
+        let rotated = self.of(&x.narrow(2, start, self.dim)?, layout)?;
+        x.slice_set(&rotated, 2, start)
+    }
 }
 
 #[cfg(test)]
@@ -111,12 +134,13 @@ mod tests {
         let positions = &tensors["rope.positions"];
         let rope = Rope::new(&config, 10240, &Device::Cpu)?;
         assert_eq!(rope.positions(), 10240);
-        let rotation = rope.at(&positions.to_dtype(DType::U32)?)?;
+        let positions = positions.to_dtype(DType::U32)?;
+        let rotation = rope.at(&positions.to_vec1::<u32>()?)?;
         let (frequencies, _) = config.frequencies();
         for (ours, name) in [(rotation.cos, "rope.cos"), (rotation.sin, "rope.sin")] {
             let ours = ours.squeeze(1)?.to_vec2::<f32>()?;
             let theirs = tensors[name].to_vec2::<f32>()?;
-            let positions = positions.to_vec1::<i64>()?;
+            let positions = positions.to_vec1::<u32>()?;
             for ((ours, theirs), &position) in ours.iter().zip(&theirs).zip(&positions) {
                 for ((a, b), frequency) in ours.iter().zip(theirs).zip(&frequencies) {
                     // A frequency that differs in its last bits is off by as much of the angle.
@@ -124,6 +148,25 @@ mod tests {
                     let bound = 1e-6 + angle * 2.0 * f32::EPSILON;
                     assert!((a - b).abs() <= bound, "{name} at {position}: {a}, {b}");
                 }
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows that follow each other, few, and many.
+    #[test]
+    fn rows_are_those_of_the_table() -> Result<()> {
+        let json = include_str!("../../../tests/fixtures/deepseek_v32.json");
+        let rope = Rope::new(&DsaConfig::from_json(json)?, 2000, &Device::Cpu)?;
+        let all = [rope.cos.to_vec2::<f32>()?, rope.sin.to_vec2::<f32>()?];
+        let follow = (7..1999).collect();
+        let apart = |rows: u32| (0..rows).map(|row| row * 701 % 2000).collect();
+        for positions in [follow, vec![5], apart(3), apart(600)] as [Vec<u32>; 4] {
+            let rotation = rope.at(&positions)?;
+            for (rows, all) in [rotation.cos, rotation.sin].iter().zip(&all) {
+                let rows = rows.squeeze(1)?.to_vec2::<f32>()?;
+                let wanted = positions.iter().map(|&at| &all[at as usize]);
+                assert!(rows.iter().eq(wanted), "{} rows", positions.len());
             }
         }
         Ok(())

@@ -67,7 +67,16 @@ impl Linear {
         Ok(Self { weight, bias })
     }
 
-    /// `[rows, in]` to `[rows, out]`.
+    /// The same map times a number.
+    pub fn scaled(self, scale: f64) -> Result<Self> {
+        let scaled = |tensor: Tensor| tensor * scale;
+        Ok(Self {
+            weight: scaled(self.weight)?,
+            bias: self.bias.map(scaled).transpose()?,
+        })
+    }
+
+    /// `[rows, in]` to `[rows, out]`, in a tensor of its own.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let y = x.matmul(&self.weight.t()?)?;
         match &self.bias {
