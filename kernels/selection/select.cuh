@@ -92,12 +92,19 @@ struct Bound {
   long long stride;
   int kind;
 
+  // As it is, or `missing` where there is none: to be sent for early, and looked at late.
+  __device__ __forceinline__ long long raw(long long row, int missing) const {
+    if (kind == kNone) return missing;
+    if (kind == kI64) return static_cast<const long long*>(at)[row * stride];
+    // U32 from 2^31 up: a negative number that was stored as unsigned.
+    return static_cast<const int*>(at)[row * stride];
+  }
+  static __device__ __forceinline__ int inside(long long raw, int width) {
+    return (int)min(max(raw, 0ll), (long long)width);
+  }
   // Inside [0, width]; `missing` where there is none.
   __device__ __forceinline__ int of(long long row, int width, int missing) const {
-    if (kind == kNone) return missing;
-    if (kind == kI64) return (int)min(max(static_cast<const long long*>(at)[row * stride], 0ll), (long long)width);
-    // U32 from 2^31 up: a negative number that was stored as unsigned.
-    return min(max(static_cast<const int*>(at)[row * stride], 0), width);
+    return inside(raw(row, missing), width);
   }
 };
 
@@ -1035,7 +1042,7 @@ struct Selector {
   __device__ __forceinline__ void finish(List list, int n, int route, Leading leading) const {
     put_route(route);
     const unsigned count = min((unsigned)n, k());
-    if (n <= (int)k() || request.order != kUnordered || route != kPrimary) {
+    if (n <= (int)k() || route != kPrimary) {
       apart().finish_any(list, n, count);
     } else {
       finish_primary(list, n, leading);
@@ -1044,11 +1051,14 @@ struct Selector {
   }
 
   __device__ __noinline__ void finish_any(List list, int n, unsigned count) const {
-    const u64 threshold = n > (int)count ? refine(list, n, count) : 0;
     const Request own = request;
     const Selector self(own, *this);
-    if (own.order != kUnordered) self.put_ordered(list, n, threshold, count);
-    else self.put_unordered(list, n, 0, [&](u64 rank) { return rank >= threshold; });
+    if (own.order != kUnordered) {
+      if (n > (int)count) compact(list, n, count);
+      return self.put_sorted(list, count);
+    }
+    const u64 threshold = n > (int)count ? refine(list, n, count) : 0;
+    self.put_unordered(list, n, 0, [&](u64 rank) { return rank >= threshold; });
   }
 
   // The candidates that `keep` names, after the first ones, by one word a warp to the others.
@@ -1128,7 +1138,9 @@ struct Selector {
         if (key_in(mine[e]) >= high) f(at++, mine[e]);
       }
     };
-    each([](unsigned at, u64 rank) { staged()[at] = position_in(rank); });
+    const bool ordered = request.order != kUnordered;
+    if (ordered) each([](unsigned at, u64 rank) { own_list()[at] = rank; });
+    else each([](unsigned at, u64 rank) { staged()[at] = position_in(rank); });
 #pragma unroll 1
     while (bin) {
       const int e = __ffs(bin) - 1;
@@ -1136,6 +1148,12 @@ struct Selector {
       state().ranked[atomicAdd(&state().slots, 1)] = pick_rank(mine, e, kMost);
     }
     __syncthreads();
+    if (ordered) {
+      rank_few(state().ranked, found.count, found.above, [](unsigned at, u64 rank) { own_list()[at] = rank; });
+      __syncthreads();
+      apart().put_sorted(own_list(), k());
+      return true;
+    }
     put_staged(request.positions, found.above);
     if (request.values) {
       __syncthreads();
@@ -1168,6 +1186,11 @@ struct Selector {
   // Of up to kRanked candidates the best that there is room for after the first `above`: each is compared with
   // all, by eight threads.
   __device__ __forceinline__ void put_ranked(const u64* ranked, int m, unsigned above) const {
+    rank_few(ranked, m, above, [&](unsigned at, u64 rank) { put(at, rank); });
+  }
+  // To f(where, which).
+  template <class F>
+  __device__ __forceinline__ void rank_few(const u64* ranked, int m, unsigned above, F f) const {
 #pragma unroll 1
     for (int base = threadIdx.x / 32 * 4; base < m; base += kThreads / 8) {
       const int i = base + (int)threadIdx.x % 32 / 8;
@@ -1176,7 +1199,7 @@ struct Selector {
 #pragma unroll 4
       for (int other = threadIdx.x % 8; other < m; other += 8) better += ranked[other] > mine;
       better = warp_reduce<8>(better, [](unsigned a, unsigned b) { return a + b; }) + above;
-      if (threadIdx.x % 8 == 0 && i < m && better < k()) put(better, mine);
+      if (threadIdx.x % 8 == 0 && i < m && better < k()) f(better, mine);
     }
   }
 
@@ -1314,65 +1337,91 @@ struct Selector {
     select_held(held);
   }
 
-  // Bucket sort of the selected: by their bits, then within each bucket by comparing all pairs.
-  __device__ __forceinline__ void put_ordered(List list, int n, u64 threshold, unsigned count) const {
+  // The first n of a list, all of them selected, in order: by buckets of their bits, and within each by comparing
+  // all pairs. All threads have arrived, and see the list.
+  __device__ __noinline__ void put_sorted(List list, unsigned n) const {
+    static_assert(kSlack % kThreads == 0, "as many as K may be");
+    constexpr int kMost = kSlack / kThreads;
     const bool by_value = request.order == kByValue;
-    // Descending in both orders: a position's complement is the low word.
-    const u64 mask = by_value ? ~0ull : 0xffffffffull;
-    u64 low = (unsigned)~(scores.start + scores.length - 1), high = (unsigned)~scores.start;
-    __syncthreads();
+    u64 mine[kMost];
+    unsigned slots[kMost];
+    // By position it is the complement, in the low word, that descends.
+    unsigned low = ~(scores.start + scores.length - 1), high = ~scores.start;
     clear(buckets());
-    if (by_value) {
-      const Keys keys = key_range(list, n, threshold);
-      low = (u64)keys.least << 32, high = (u64)keys.most << 32 | ~0u;
-    } else {
-      __syncthreads();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    unsigned least = ~0u, most = 0;
+#pragma unroll
+    for (int e = 0; e < kMost; e++) {
+      const unsigned i = threadIdx.x + e * kThreads;
+      mine[e] = i < n ? list[i] : 0;
+      if (i < n) least = min(least, key_in(mine[e])), most = max(most, key_in(mine[e]));
     }
-    const int shift = bin_shift(high - low);
-    const auto bucket = [&](u64 rank) { return (unsigned)(((rank & mask) - low) >> shift); };
-#pragma unroll 2
-    for (int i = threadIdx.x; i < n; i += kThreads) {
-      if (list[i] >= threshold) count_in(buckets(), bucket(list[i]));
+    if (by_value) {
+      least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
+      if (lane == 0) state().low[warp] = least, state().high[warp] = most;
+    }
+    __syncthreads();
+    if (by_value) {
+      low = __reduce_min_sync(~0u, lane < kWarps ? state().low[lane] : ~0u);
+      high = __reduce_max_sync(~0u, lane < kWarps ? state().high[lane] : 0);
+    }
+    const int shift = max(0, 21 - __clz(high - low));
+    const u64 mask = by_value ? ~0ull : 0xffffffffull;
+    const auto bucket = [&](u64 rank) { return ((by_value ? key_in(rank) : (unsigned)rank) - low) >> shift; };
+#pragma unroll
+    for (int e = 0; e < kMost; e++) {
+      if (threadIdx.x + e * kThreads < n) slots[e] = shared_add(&buckets()[bucket(mine[e])], 1);
     }
     __syncthreads();
     unsigned* offsets = histogram();
-    const FromTop mine(buckets());
-    mine.tell_others();
+    const FromTop own(buckets());
+    own.tell_others();
     __syncthreads();
     bool crowded = false;
-    unsigned before = FromTop::before_warp() + inclusive_sum(mine.sum) - mine.sum;
+    unsigned before = FromTop::before_warp() + inclusive_sum(own.sum) - own.sum;
 #pragma unroll
     for (int i = 0; i < FromTop::kOwn; i++) {
-      offsets[mine.top - i] = before, before += mine.own[i];
-      crowded |= mine.own[i] > kCrowd;
+      offsets[own.top - i] = before, before += own.own[i];
+      crowded |= own.own[i] > kCrowd;
     }
-    crowded = __syncthreads_or(crowded);
-#pragma unroll 2
-    for (int i = threadIdx.x; i < n; i += kThreads) {
-      const u64 rank = list[i];
-      if (rank >= threshold) {
-        const unsigned b = bucket(rank);
-        sorted()[offsets[b] + atomicSub(&buckets()[b], 1) - 1] = i;
+    if (__syncthreads_or(crowded)) {
+#pragma unroll 1
+      for (unsigned i = threadIdx.x; i < n; i += kThreads) sorted()[i] = i;
+      apart().sort(list, n, mask);
+#pragma unroll 1
+      for (unsigned i = threadIdx.x; i < n; i += kThreads) put(i, list[sorted()[i]]);
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < kMost; e++) {
+      if (threadIdx.x + e * kThreads < n) list[offsets[bucket(mine[e])] + slots[e]] = mine[e];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < kMost; e++) {
+      if (e * kThreads >= n) break;
+      if (threadIdx.x + e * kThreads < n) {
+        const unsigned b = bucket(mine[e]), first = offsets[b], end = first + buckets()[b];
+        unsigned at = first;
+#pragma unroll 1
+        for (unsigned other = first; other < end; other++) at += (list[other] & mask) > (mine[e] & mask);
+        slots[e] = at;
       }
     }
     __syncthreads();
-    if (crowded) {
-      apart().sort(list, count, mask);
-#pragma unroll 1
-      for (unsigned i = threadIdx.x; i < count; i += kThreads) put(i, list[sorted()[i]]);
-      return;
-    }
-#pragma unroll 1
-    for (unsigned i = threadIdx.x; i < count; i += kThreads) {
-      const u64 rank = list[sorted()[i]];
-      const unsigned b = bucket(rank);
-      const unsigned first = offsets[b], end = b ? offsets[b - 1] : count;
-      unsigned at = first;
-#pragma unroll 1
-      for (unsigned other = first; other < end; other++) {
-        at += (list[sorted()[other]] & mask) > (rank & mask);
+    const auto put_all_of = [&](unsigned* output, auto word) {
+#pragma unroll
+      for (int e = 0; e < kMost; e++) {
+        if (threadIdx.x + e * kThreads < n) staged()[slots[e]] = word(mine[e]);
       }
-      put(at, rank);
+      __syncthreads();
+      put_staged(output, n);
+    };
+    put_all_of(request.positions, position_in);
+    if (request.values) {
+      __syncthreads();
+      put_all_of(reinterpret_cast<unsigned*>(request.values),
+                 [](u64 rank) { return __float_as_uint(value_of(key_in(rank))); });
     }
   }
 
@@ -1381,7 +1430,7 @@ struct Selector {
     return reinterpret_cast<unsigned short*>(List{(int)capacity() * lists}.at());
   }
 
-  // Bitonic sort of the selected, descending: where too many share a bucket.
+  // Bitonic sort of the selected, descending, by their numbers: where too many share a bucket.
   __device__ __noinline__ void sort(List list, unsigned count, u64 mask) const {
     constexpr unsigned short kLast = 0xffff;
     unsigned size = 1;
