@@ -5,8 +5,8 @@
 //  2. Exchange. Each member makes of its histogram the counts from the top down, and sends every part of these to
 //     the one that adds up this part. One finds in its part the bin of the K-th best, and tells each member which
 //     bin that is and where in the output the member's selected go.
-//  3. Output. What lies above the bin is selected as it stands. What lies in it is few, and goes to the one that
-//     found it, with all its bits: it ranks them.
+//  3. Output. What lies above the bin is selected as it stands. What lies in it is few: members send it each other,
+//     with all its bits, and each ranks its own among all.
 //
 // So members meet thrice, by messages. A row whose bin holds more than fits is narrowed further, with barriers of
 // the cluster, to however few are wanted.
@@ -141,7 +141,7 @@ struct ExactSelector {
   __device__ __forceinline__ Place find(Meeting& meeting) const {
     const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const uint4 own = counts_from_top();
-    unsigned down = count_above(own.x + own.y + own.z + own.w);
+    unsigned down = sum_before(own.x + own.y + own.z + own.w);
     // Part `warp` to the member with this rank: its so many.
     const unsigned member = warp & (blocks - 1), line = (warp & ~(blocks - 1)) + rank;
     if (lane == 0) meeting.counted.send(&meeting.tops[line], down, member);
@@ -238,15 +238,28 @@ struct ExactSelector {
     __syncthreads();
   }
 
-  // What the members tell each other of a row's selected goes to the finder.
+  // The selected to the output. What lies in the bin all members tell each other, and each ranks its own among them;
+  // but where it is many, or the row is to be in order, all that is selected goes to the finder.
   __device__ __forceinline__ void finish(const Place& place, Meeting& meeting, const Selector<T>& selector) const {
     const bool ordered = request.order != kUnordered, finds = place.finder == rank;
+    const bool few = place.count <= kRanked, told = few && !ordered;
     const unsigned listed = ordered ? place.above : 0;
-    const bool few = place.count <= kRanked;
     u64* inside = few ? state().ranked : own_list().at() + listed;
-    if (finds && threadIdx.x == 0) meeting.chosen.expect((listed + place.count) * sizeof(u64));
+    if (threadIdx.x == 0) {
+      if (told || finds) meeting.chosen.expect((listed + place.count) * sizeof(u64));
+      if (finds) request.counts[row] = k();
+      if (finds && request.routes) {
+        state().counters = RouteCounters{0, place.above + place.count, 0, (u64)(span.high - span.low)};
+        state().gathered = RouteCounters{0, 0, 0, 0};
+        selector.put_route(kDirect);
+      }
+    }
     choose(place.place, [&](u64 rank) {
-      meeting.chosen.send(&inside[place.first + atomicAdd(&state().slots, 1)], rank, place.finder);
+      u64* to = &inside[place.first + atomicAdd(&state().slots, 1)];
+#pragma unroll 1
+      for (unsigned m = told ? 0 : place.finder; m < (told ? (unsigned)blocks : place.finder + 1); m++) {
+        meeting.chosen.send(to, rank, m);
+      }
     });
     const unsigned mine = state().kept;
     const bool bits = request.order == kByValue || request.values;
@@ -262,19 +275,15 @@ struct ExactSelector {
         if (request.values) request.values[row * k() + place.offset + i] = value_of(key_in(rank));
       }
     }
-    if (!finds) return;
-    if (threadIdx.x == 0) {
-      request.counts[row] = k();
-      if (request.routes) {
-        state().counters = RouteCounters{0, place.above + place.count, 0, (u64)(span.high - span.low)};
-        state().gathered = RouteCounters{0, 0, 0, 0};
-        selector.put_route(kDirect);
-      }
-    }
+    if (!told && !finds) return;
     meeting.chosen.wait(0);
-    if (few && !ordered) return selector.put_ranked(inside, place.count, place.above);
+    if (told) {
+      return selector.rank_few(inside, place.count, place.first, state().slots, place.above,
+                               [&](unsigned at, u64 rank) { selector.put(at, rank); });
+    }
     if (few) {
-      selector.rank_few(inside, place.count, place.above, [](unsigned at, u64 rank) { own_list()[at] = rank; });
+      selector.rank_few(inside, place.count, 0, place.count, place.above,
+                        [](unsigned at, u64 rank) { own_list()[at] = rank; });
       __syncthreads();
       return selector.apart().put_sorted(own_list(), k());
     }
@@ -298,18 +307,23 @@ struct Narrowing {
     cooperative_groups::this_cluster().sync();
   }
 
-  // f(score, column) for all of the slice, by whole warps: `mine` is false where there is none.
+  // f(score, column, whether there is one) for all of the slice, by whole warps.
   template <class F>
   __device__ __forceinline__ void for_each(F f) const {
-    slice.for_each_tile([&](int j) {
-      Vector<T> v[kDepth];
-      selector.load(v, slice, j);
+    constexpr int kTogether = 2;
+    const int lane = threadIdx.x % 32, n = slice.end;
 #pragma unroll 1
-      for (int i = 0; i < kDepth * kWidth; i++) {
-        const int at = j + i / kWidth * slice.step;
-        f(pick(v, i), selector.scores.column(at) + i % kWidth, at < slice.end);
+    for (int j = slice.first; j - lane < n; j += kTogether * slice.step) {
+      Vector<T> v[kTogether];
+#pragma unroll
+      for (int d = 0; d < kTogether; d++) v[d] = selector.scores.load(min(j + d * slice.step, n - 1));
+#pragma unroll
+      for (int d = 0; d < kTogether; d++) {
+        const int at = j + d * slice.step;
+#pragma unroll
+        for (int w = 0; w < kWidth; w++) f(widen(v[d].at[w]), selector.scores.column(at) + w, at < n);
       }
-    });
+    }
     if (slice.has_ends()) {
       float x = 0;
       int column = -1;
@@ -318,21 +332,43 @@ struct Narrowing {
     }
   }
 
+  // The least and the greatest key of the bin, of all members.
+  __device__ __forceinline__ Keys bin_range(unsigned place) const {
+    unsigned least = ~0u, most = 0;
+    for_each([&](float x, int, bool mine) {
+      if (mine && place_of(bin_of_score(x)) == place) least = min(least, key_of(x)), most = max(most, key_of(x));
+    });
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
+    if (lane == 0) state().low[warp] = least, state().high[warp] = most;
+    __syncthreads();
+    if (warp == 0) {
+      least = __reduce_min_sync(~0u, lane < kWarps ? state().low[lane] : ~0u);
+      most = __reduce_max_sync(~0u, lane < kWarps ? state().high[lane] : 0);
+      if (lane == 0) state().found[0] = Found{least, most, 0};
+    }
+    sync();
+    least = ~0u, most = 0;
+    if (lane < slice.blocks) {
+      const Found of_member = *cooperative_groups::this_cluster().map_shared_rank(&state().found[0], lane);
+      least = of_member.bin, most = of_member.above;
+    }
+    return {__reduce_min_sync(~0u, least), __reduce_max_sync(~0u, most)};
+  }
+
   // Halves the bin's ranks, in their order, until few enough are left; then all goes to the first one's list.
   __device__ __forceinline__ void narrow(Place place) const {
-    // The ordered number of a bin, and values beyond its own.
-    const unsigned ordered = kLastPlace - place.place;
-    const unsigned least = ordered <= 31 ? 0 : key_of(coarse_value((ordered << 5) - 1));
-    const unsigned most = ordered == 0 ? kNanKey : key_of(coarse_value(min((ordered + 1) << 5, 0xfc00u)));
-    u64 low = (u64)least << 32, high = (u64)most << 32 | ~0u;
-    unsigned above = place.above, passes = 1;
+    const Keys keys = bin_range(place.place);
+    u64 low = (u64)keys.least << 32, high = (u64)keys.most << 32 | ~0u;
+    unsigned above = place.above, passes = 2;
     while (true) {
-      const bool ties = low >> 32 == high >> 32 && (unsigned)low == 0 && (unsigned)high == ~0u;
-      if (ties) {
+      if (low >> 32 == high >> 32 && (unsigned)low == 0 && (unsigned)high == ~0u) {
+        // Ties: what is left differs in its positions alone.
         low |= (unsigned)~(selector.scores.start + selector.scores.length - 1);
         high = (high ^ ~0u) | (unsigned)~selector.scores.start;
       }
       const u64 width = high - low;
+      // Whole keys, or positions of one.
       const int shift = width >> 32 ? max(bin_shift(width), 32) : bin_shift(width);
       sync();
       clear(histogram());
@@ -340,7 +376,9 @@ struct Narrowing {
       for_each([&](float x, int column, bool mine) {
         const u64 over = rank_of(key_of(x), column) - low;
         // Of many in one bin these are added up first.
-        if (mine && over <= width && place_of(bin_of_score(x)) == place.place) atomicAdd(&histogram()[over >> shift], 1);
+        if (mine && over <= width && place_of(bin_of_score(x)) == place.place) {
+          atomicAdd(&histogram()[over >> shift], 1);
+        }
       });
       sync();
 #pragma unroll 1

@@ -120,12 +120,3 @@ __device__ __forceinline__ uint4 counts_from_top() {
   const uint4 four = *reinterpret_cast<const uint4*>(histogram() + (kNanBin - 3 - first));
   return make_uint4(first ? four.w : 0, four.z, four.y, four.x);
 }
-
-// How many are counted above this thread's bins, which have so many. All threads have arrived; with a barrier.
-__device__ __forceinline__ unsigned count_above(unsigned sum) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const unsigned inclusive = inclusive_sum(sum);
-  if (lane == 31) state().parts[warp] = inclusive;
-  __syncthreads();
-  return __reduce_add_sync(~0u, lane < warp ? state().parts[lane] : 0) + inclusive - sum;
-}

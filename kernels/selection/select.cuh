@@ -283,6 +283,15 @@ __device__ __forceinline__ float coarse_value(unsigned key) {
   return __half2float(__ushort_as_half((unsigned short)(key ^ (key >> 15 ? 0x8000u : 0xffffu))));
 }
 
+// The sum over the threads before this one. A barrier comes before the next call; with one.
+__device__ __forceinline__ unsigned sum_before(unsigned mine) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const unsigned inclusive = inclusive_sum(mine);
+  if (lane == 31) state().parts[warp] = inclusive;
+  __syncthreads();
+  return __reduce_add_sync(~0u, lane < warp ? state().parts[lane] : 0) + inclusive - mine;
+}
+
 // This thread's bins, from the top: four of them.
 struct FromTop {
   static constexpr int kOwn = kBins / kThreads;
@@ -1149,7 +1158,7 @@ struct Selector {
     }
     __syncthreads();
     if (ordered) {
-      rank_few(state().ranked, found.count, found.above, [](unsigned at, u64 rank) { own_list()[at] = rank; });
+      rank_few(state().ranked, found.count, 0, found.count, found.above, [](unsigned at, u64 rank) { own_list()[at] = rank; });
       __syncthreads();
       apart().put_sorted(own_list(), k());
       return true;
@@ -1186,20 +1195,20 @@ struct Selector {
   // Of up to kRanked candidates the best that there is room for after the first `above`: each is compared with
   // all, by eight threads.
   __device__ __forceinline__ void put_ranked(const u64* ranked, int m, unsigned above) const {
-    rank_few(ranked, m, above, [&](unsigned at, u64 rank) { put(at, rank); });
+    rank_few(ranked, m, 0, m, above, [&](unsigned at, u64 rank) { put(at, rank); });
   }
-  // To f(where, which).
+  // The same of the `own` from number `from` on, to f(where, which).
   template <class F>
-  __device__ __forceinline__ void rank_few(const u64* ranked, int m, unsigned above, F f) const {
+  __device__ __forceinline__ void rank_few(const u64* ranked, int m, int from, int own, unsigned above, F f) const {
 #pragma unroll 1
-    for (int base = threadIdx.x / 32 * 4; base < m; base += kThreads / 8) {
+    for (int base = threadIdx.x / 32 * 4; base < own; base += kThreads / 8) {
       const int i = base + (int)threadIdx.x % 32 / 8;
-      const u64 mine = ranked[min(i, m - 1)];
+      const u64 mine = ranked[from + min(i, own - 1)];
       unsigned better = 0;
 #pragma unroll 4
       for (int other = threadIdx.x % 8; other < m; other += 8) better += ranked[other] > mine;
       better = warp_reduce<8>(better, [](unsigned a, unsigned b) { return a + b; }) + above;
-      if (threadIdx.x % 8 == 0 && i < m && better < k()) f(better, mine);
+      if (threadIdx.x % 8 == 0 && i < own && better < k()) f(better, mine);
     }
   }
 
@@ -1337,92 +1346,156 @@ struct Selector {
     select_held(held);
   }
 
-  // The first n of a list, all of them selected, in order: by buckets of their bits, and within each by comparing
-  // all pairs. All threads have arrived, and see the list.
+  // ---- Order.
+
+  static_assert(kSlack % kThreads == 0, "as many as K may be");
+  static constexpr int kSelected = kSlack / kThreads;  // of a thread, at most
+
+  // The first n of a list, all of them selected, in the request's order. All threads have arrived, and see the list.
   __device__ __noinline__ void put_sorted(List list, unsigned n) const {
-    static_assert(kSlack % kThreads == 0, "as many as K may be");
-    constexpr int kMost = kSlack / kThreads;
-    const bool by_value = request.order == kByValue;
-    u64 mine[kMost];
-    unsigned slots[kMost];
-    // By position it is the complement, in the low word, that descends.
-    unsigned low = ~(scores.start + scores.length - 1), high = ~scores.start;
-    clear(buckets());
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    unsigned least = ~0u, most = 0;
+    u64 mine[kSelected];
+    unsigned at[kSelected];  // where each goes
 #pragma unroll
-    for (int e = 0; e < kMost; e++) {
+    for (int e = 0; e < kSelected; e++) {
       const unsigned i = threadIdx.x + e * kThreads;
       mine[e] = i < n ? list[i] : 0;
-      if (i < n) least = min(least, key_in(mine[e])), most = max(most, key_in(mine[e]));
     }
-    if (by_value) {
-      least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
-      if (lane == 0) state().low[warp] = least, state().high[warp] = most;
+    if (request.order == kByPosition && bitmap_quads() * kQuadBytes <= capacity() * sizeof(u64)) {
+      order_by_bitmap(list, mine, n, at);
+    } else if (!order_by_buckets(list, mine, n, at)) {
+#pragma unroll 1
+      for (unsigned i = threadIdx.x; i < n; i += kThreads) put(i, list[sorted()[i]]);
+      return;
+    }
+    const auto put_words = [&](unsigned* output, auto word) {
+#pragma unroll
+      for (int e = 0; e < kSelected; e++) {
+        if (threadIdx.x + e * kThreads < n) staged()[at[e]] = word(mine[e]);
+      }
+      __syncthreads();
+      put_staged(output, n);
+    };
+    put_words(request.positions, position_in);
+    if (request.values) {
+      __syncthreads();
+      put_words(reinterpret_cast<unsigned*>(request.values),
+                [](u64 rank) { return __float_as_uint(value_of(key_in(rank))); });
+    }
+  }
+
+  // A bit for each of the row's positions, and for each word of them how many there are before it: of four words.
+  static constexpr unsigned kQuadBytes = 4 * (sizeof(unsigned) + sizeof(unsigned short));
+  __device__ __forceinline__ unsigned bitmap_quads() const { return (unsigned)(scores.length + 127) / 128; }
+
+  // By position: as many go before one as there are bits before its own. In the place of the list.
+  __device__ __forceinline__ void order_by_bitmap(List list, const u64 (&mine)[kSelected], unsigned n,
+                                                  unsigned (&at)[kSelected]) const {
+    const unsigned quads = bitmap_quads(), each = (quads + kThreads - 1) / kThreads;
+    uint4* bitmap = reinterpret_cast<uint4*>(list.at());
+    unsigned* words = reinterpret_cast<unsigned*>(bitmap);
+    ushort4* before = reinterpret_cast<ushort4*>(bitmap + quads);
+    __syncthreads();
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < quads; i += kThreads) bitmap[i] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < kSelected; e++) {
+      if (e * kThreads >= n) break;
+      at[e] = position_in(mine[e]) - scores.start;
+      if (threadIdx.x + e * kThreads < n) atomicOr(&words[at[e] / 32], 1u << at[e] % 32);
     }
     __syncthreads();
-    if (by_value) {
-      low = __reduce_min_sync(~0u, lane < kWarps ? state().low[lane] : ~0u);
-      high = __reduce_max_sync(~0u, lane < kWarps ? state().high[lane] : 0);
+    const unsigned first = threadIdx.x * each, end = min(first + each, quads);
+    unsigned sum = 0;
+#pragma unroll 2
+    for (unsigned i = first; i < end; i++) {
+      const uint4 four = bitmap[i];
+      sum += __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
     }
-    const int shift = max(0, 21 - __clz(high - low));
-    const u64 mask = by_value ? ~0ull : 0xffffffffull;
-    const auto bucket = [&](u64 rank) { return ((by_value ? key_in(rank) : (unsigned)rank) - low) >> shift; };
+    unsigned count = sum_before(sum);
+#pragma unroll 2
+    for (unsigned i = first; i < end; i++) {
+      const uint4 four = bitmap[i];
+      const unsigned y = count + __popc(four.x), z = y + __popc(four.y), w = z + __popc(four.z);
+      before[i] = make_ushort4(count, y, z, w);
+      count = w + __popc(four.w);
+    }
+    __syncthreads();
+    const unsigned short* counts = reinterpret_cast<const unsigned short*>(before);
 #pragma unroll
-    for (int e = 0; e < kMost; e++) {
-      if (threadIdx.x + e * kThreads < n) slots[e] = shared_add(&buckets()[bucket(mine[e])], 1);
+    for (int e = 0; e < kSelected; e++) {
+      if (e * kThreads >= n) break;
+      if (threadIdx.x + e * kThreads < n) {
+        const unsigned word = at[e] / 32;
+        at[e] = counts[word] + __popc(words[word] & ((1u << at[e] % 32) - 1));
+      }
+    }
+  }
+
+  // By buckets of their bits, and within each by comparing all pairs. False where too many share a bucket: then
+  // `sorted` says it.
+  __device__ __forceinline__ bool order_by_buckets(List list, const u64 (&mine)[kSelected], unsigned n,
+                                                   unsigned (&at)[kSelected]) const {
+    const bool by_value = request.order == kByValue;
+    const u64 mask = by_value ? ~0ull : 0xffffffffull;
+    // By position it is the complement, in the low word, that descends.
+    const auto word = [&](u64 rank) { return by_value ? key_in(rank) : (unsigned)rank; };
+    clear(buckets());
+    unsigned least = ~0u, most = 0;
+#pragma unroll
+    for (int e = 0; e < kSelected; e++) {
+      if (e * kThreads >= n) break;
+      if (threadIdx.x + e * kThreads < n) least = min(least, word(mine[e])), most = max(most, word(mine[e]));
+    }
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
+    if (lane == 0) state().low[warp] = least, state().high[warp] = most;
+    __syncthreads();
+    const unsigned low = __reduce_min_sync(~0u, lane < kWarps ? state().low[lane] : ~0u);
+    const unsigned high = __reduce_max_sync(~0u, lane < kWarps ? state().high[lane] : 0);
+    // Of 2^32 a part as great as of the width a bucket. Approximate, and alike in all threads.
+    const float part = __fdividef(kBins * 4294963200.0f, (float)(high - low) + 1.0f);
+    const unsigned scale = (unsigned)fminf(part, 4294967040.0f);
+    const auto bucket = [&](u64 rank) { return min(__umulhi(word(rank) - low, scale), kBins - 1u); };
+#pragma unroll
+    for (int e = 0; e < kSelected; e++) {
+      if (e * kThreads >= n) break;
+      if (threadIdx.x + e * kThreads < n) at[e] = shared_add(&buckets()[bucket(mine[e])], 1);
     }
     __syncthreads();
     unsigned* offsets = histogram();
     const FromTop own(buckets());
-    own.tell_others();
-    __syncthreads();
+    unsigned before = sum_before(own.sum);
     bool crowded = false;
-    unsigned before = FromTop::before_warp() + inclusive_sum(own.sum) - own.sum;
 #pragma unroll
     for (int i = 0; i < FromTop::kOwn; i++) {
       offsets[own.top - i] = before, before += own.own[i];
       crowded |= own.own[i] > kCrowd;
     }
     if (__syncthreads_or(crowded)) {
-#pragma unroll 1
-      for (unsigned i = threadIdx.x; i < n; i += kThreads) sorted()[i] = i;
       apart().sort(list, n, mask);
-#pragma unroll 1
-      for (unsigned i = threadIdx.x; i < n; i += kThreads) put(i, list[sorted()[i]]);
-      return;
+      return false;
     }
 #pragma unroll
-    for (int e = 0; e < kMost; e++) {
-      if (threadIdx.x + e * kThreads < n) list[offsets[bucket(mine[e])] + slots[e]] = mine[e];
+    for (int e = 0; e < kSelected; e++) {
+      if (e * kThreads >= n) break;
+      if (threadIdx.x + e * kThreads < n) list[offsets[bucket(mine[e])] + at[e]] = mine[e];
     }
     __syncthreads();
 #pragma unroll
-    for (int e = 0; e < kMost; e++) {
+    for (int e = 0; e < kSelected; e++) {
       if (e * kThreads >= n) break;
       if (threadIdx.x + e * kThreads < n) {
         const unsigned b = bucket(mine[e]), first = offsets[b], end = first + buckets()[b];
-        unsigned at = first;
-#pragma unroll 1
-        for (unsigned other = first; other < end; other++) at += (list[other] & mask) > (mine[e] & mask);
-        slots[e] = at;
+        unsigned better = first;
+#pragma unroll 4
+        for (unsigned other = first; other < end; other++) better += (list[other] & mask) > (mine[e] & mask);
+        at[e] = better;
       }
     }
+    // What is staged next lies where the offsets are.
     __syncthreads();
-    const auto put_all_of = [&](unsigned* output, auto word) {
-#pragma unroll
-      for (int e = 0; e < kMost; e++) {
-        if (threadIdx.x + e * kThreads < n) staged()[slots[e]] = word(mine[e]);
-      }
-      __syncthreads();
-      put_staged(output, n);
-    };
-    put_all_of(request.positions, position_in);
-    if (request.values) {
-      __syncthreads();
-      put_all_of(reinterpret_cast<unsigned*>(request.values),
-                 [](u64 rank) { return __float_as_uint(value_of(key_in(rank))); });
-    }
+    return true;
   }
 
   // Numbers of selected candidates, behind the lists.
@@ -1435,7 +1508,7 @@ struct Selector {
     constexpr unsigned short kLast = 0xffff;
     unsigned size = 1;
     while (size < count) size *= 2;
-    for (unsigned i = count + threadIdx.x; i < size; i += kThreads) sorted()[i] = kLast;
+    for (unsigned i = threadIdx.x; i < size; i += kThreads) sorted()[i] = i < count ? i : kLast;
     __syncthreads();
     const auto key = [&](unsigned short i) { return i == kLast ? 0 : (list[i] & mask) + 1; };
 #pragma unroll 1

@@ -73,7 +73,7 @@ __device__ void select_short(const Request& request) {
   __syncthreads();
   const uint4 own = counts_from_top();
   const unsigned sum = own.x + own.y + own.z + own.w;
-  unsigned before = count_above(sum);
+  unsigned before = sum_before(sum);
   const bool last = threadIdx.x == kThreads - 1;
   if (before < k && (k <= before + sum || last)) {
     const unsigned counts[4] = {own.x, own.y, own.z, own.w};
@@ -130,7 +130,7 @@ __device__ void select_short(const Request& request) {
   if (threadIdx.x == 0) request.counts[row] = k;
   if (ordered) {
     if (few > kRanked) return selector.apart().finish_any(own_list(), n + few, k);
-    selector.rank_few(state().ranked, few, n, [](unsigned at, u64 rank) { own_list()[at] = rank; });
+    selector.rank_few(state().ranked, few, 0, few, n, [](unsigned at, u64 rank) { own_list()[at] = rank; });
     __syncthreads();
     return selector.apart().put_sorted(own_list(), k);
   }

@@ -2,6 +2,6 @@
 constexpr int kThreads = 512;
 #include "exact.cuh"
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2) select_exact(const __grid_constant__ Request request) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) select_exact(const __grid_constant__ Request request) {
   select_exact<__nv_bfloat16>(request);
 }

@@ -408,7 +408,7 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
 
 /// The shortest part of a row that is worth a block of its own.
 const SLICE: usize = 4096;
-/// The longest row of which two blocks, beside two of another, are faster than one block alone.
+/// The longest F32 row of which two blocks, beside two of another on their multiprocessors, are faster than one alone.
 const LONG_PAIR: usize = 32_768;
 
 fn mapping(request: &PlanRequest) -> Mapping {
@@ -438,8 +438,8 @@ fn mapping(request: &PlanRequest) -> Mapping {
                 false => Mapping::Cluster(blocks as u32),
             };
         }
-        let pairs = n <= LONG_PAIR && m <= device.multiprocessors && is_held(2, 2, request);
-        if pairs && slices(&2) {
+        let short = dtype == DType::F32 && n <= LONG_PAIR;
+        if short && m <= device.multiprocessors && slices(&2) && is_held(2, 2, request) {
             return Mapping::Exact(2);
         }
     } else {
