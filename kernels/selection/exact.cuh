@@ -157,7 +157,7 @@ struct ExactSelector {
       meeting.counted.wait(0);
       const unsigned from = warp * blocks, part = from + rank;
       unsigned sums[4] = {0, 0, 0, 0};
-#pragma unroll 2
+#pragma unroll 4
       for (unsigned m = 0; m < blocks; m++) {
         const u64 four = meeting.parts[(from + m) * 32 + lane];
         sums[0] += (unsigned)four & 0xffff, sums[1] += (unsigned)four >> 16;

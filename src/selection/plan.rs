@@ -82,7 +82,8 @@ pub enum View {
     FixedStride,
 }
 
-/// What differs from the plan that the shape would have. Results do not depend on it.
+/// What differs from the plan that the shape would have. Results do not depend on it. A row that a cluster
+/// would hold on chip is sampled nonetheless where anything about the sample is said.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Overrides {
     /// The mapping.
@@ -312,7 +313,7 @@ fn shared_bytes(mapping: Mapping, request: &PlanRequest) -> usize {
 /// has one more.
 fn halves_bytes(blocks: usize, request: &PlanRequest) -> usize {
     let width = VECTOR_BYTES / request.dtype.size_in_bytes();
-    let vectors = request.n.div_ceil(width) + (request.pitch % width != 0) as usize;
+    let vectors = request.n.div_ceil(width) + !request.pitch.is_multiple_of(width) as usize;
     let tile = THREADS as usize * DEPTH;
     vectors.div_ceil(tile * blocks) * tile * width * 2
 }
@@ -417,11 +418,20 @@ fn mapping(request: &PlanRequest) -> Mapping {
         n,
         dtype,
         device,
+        overrides,
         ..
     } = *request;
     if n <= held(dtype) {
         return Mapping::Short;
     }
+    let Overrides {
+        stride,
+        margin,
+        band,
+        view,
+        ..
+    } = overrides;
+    let sampled = stride.is_some() || margin.is_some() || band.is_some() || view.is_some();
     let slices = |blocks: &usize| blocks * SLICE <= n.next_power_of_two();
     if device.cluster > 0 && device.capability == (9, 0) {
         // A block takes a multiprocessor.
@@ -433,12 +443,12 @@ fn mapping(request: &PlanRequest) -> Mapping {
         let fits = |blocks: &usize| blocks * m <= room(blocks) && slices(blocks);
         if let Some(blocks) = [16, 8, 4, 2].into_iter().find(fits) {
             let blocks = blocks.min(device.cluster);
-            return match is_held(blocks, 1, request) {
+            return match !sampled && is_held(blocks, 1, request) {
                 true => Mapping::Exact(blocks as u32),
                 false => Mapping::Cluster(blocks as u32),
             };
         }
-        let short = dtype == DType::F32 && n <= LONG_PAIR;
+        let short = !sampled && dtype == DType::F32 && n <= LONG_PAIR;
         if short && m <= device.multiprocessors && slices(&2) && is_held(2, 2, request) {
             return Mapping::Exact(2);
         }
@@ -537,6 +547,24 @@ mod tests {
         assert_eq!(h200(64, 131_072)?, Mapping::Exact(2));
         assert_eq!(h200(128, 32_768)?, Mapping::Exact(2));
         assert_eq!(h200(64, 262_144)?, Mapping::Cluster(2));
+        let sampled = plan(&PlanRequest {
+            overrides: Overrides {
+                stride: Some(1),
+                ..Overrides::default()
+            },
+            ..request(8, 131_072, DeviceProps::H200)
+        })?;
+        assert_eq!(sampled.mapping, Mapping::Cluster(8));
+        // Rows that begin between two vectors need a little more.
+        let odd = |n, pitch| {
+            plan(&PlanRequest {
+                pitch,
+                ..request(1, n, DeviceProps::H200)
+            })
+        };
+        let (even, odd) = (odd(131_072, 131_072)?, odd(131_072, 131_073)?);
+        assert_eq!(even.mapping, odd.mapping);
+        assert_eq!(odd.shared_bytes - even.shared_bytes, 16 << 10);
         assert_eq!(h200(128, 131_072)?, Mapping::RowLocal);
         assert_eq!(h200(512, 131_072)?, Mapping::Block);
         let a100 = plan(&request(1, 131_072, DeviceProps::A100))?;
