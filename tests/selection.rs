@@ -70,7 +70,7 @@ fn plans_are_pure() -> Result<()> {
     };
     let planned = plan(&request)?;
     assert_eq!(planned, plan(&request)?);
-    assert!(matches!(planned.mapping, Mapping::Cluster(_)), "{planned}");
+    assert!(matches!(planned.mapping, Mapping::Exact(_)), "{planned}");
     assert!(DeviceProps::of(CPU).is_err());
     Ok(())
 }

@@ -42,7 +42,7 @@ fn forced(mapping: Mapping) -> Overrides {
     }
 }
 
-const MAPPINGS: [Mapping; 9] = [
+const MAPPINGS: [Mapping; 13] = [
     Mapping::Block,
     Mapping::RowLocal,
     Mapping::Split(2),
@@ -52,6 +52,10 @@ const MAPPINGS: [Mapping; 9] = [
     Mapping::Cluster(4),
     Mapping::Cluster(8),
     Mapping::Cluster(16),
+    Mapping::Exact(2),
+    Mapping::Exact(4),
+    Mapping::Exact(8),
+    Mapping::Exact(16),
 ];
 
 #[test]
@@ -64,7 +68,12 @@ fn laws() -> Result<()> {
         }
         in_each_dtype!(laws, n, &[1, 64, 512, 4096], Overrides::default(), &device)?;
     }
-    for mapping in [Mapping::Block, Mapping::Split(4), Mapping::Cluster(8)] {
+    for mapping in [
+        Mapping::Block,
+        Mapping::Split(4),
+        Mapping::Cluster(8),
+        Mapping::Exact(4),
+    ] {
         cases::laws::<bf16>(40_001, &[2048], forced(mapping), &device)?;
         cases::laws::<f16>(40_001, &[512], forced(mapping), &device)?;
     }
@@ -80,6 +89,7 @@ fn long_rows() -> Result<()> {
         Mapping::Split(8),
         Mapping::Cluster(2),
         Mapping::Cluster(16),
+        Mapping::Exact(16),
     ] {
         let mut rng = rng(5);
         for law in [
@@ -127,6 +137,8 @@ fn lengths() -> Result<()> {
         Mapping::Split(4),
         Mapping::Cluster(4),
         Mapping::Cluster(16),
+        Mapping::Exact(4),
+        Mapping::Exact(16),
     ] {
         cases::lengths::<f32>(&long, 2048, forced(mapping), &device)?;
         cases::lengths::<bf16>(&long, 512, forced(mapping), &device)?;
@@ -355,6 +367,36 @@ fn routes() -> Result<()> {
     Ok(())
 }
 
+/// Rows that are held on chip take no proposal, whatever they hold. They are read once, and more often only
+/// where a bin of their scores has more than fits.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn routes_of_held_rows() -> Result<()> {
+    let (device, _guard) = gpu()?;
+    let n = 65_536;
+    let mut rng = rng(22);
+    for mapping in [Mapping::Exact(4), Mapping::Exact(16)] {
+        for (law, passes) in [
+            (Law::Normal, 1.0..1.01),
+            (Law::Alias, 1.0..1.01),
+            (Law::Equal, 2.0..9.0),
+            (Law::LowBits, 2.0..9.0),
+        ] {
+            let what = format!("{law:?}, {mapping:?}");
+            let batch = Batch::new(law, n, vec![(0, n as i64); 4], &mut rng);
+            let top = TopK::new(2048)?.with_overrides(forced(mapping));
+            let (got, routes) = cases::routes_of::<f32>(&batch, top, &device)?;
+            cases::check::<f32>(&batch, 2048, Order::Unordered, &got, &what);
+            for counted in routes {
+                assert_eq!(counted.route, Route::Direct, "{what}: {counted:?}");
+                let reads = counted.row_equivalents(n);
+                assert!(passes.contains(&reads), "{what}: {counted:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
 /// 2^20 ties at rank K, and a few above.
 #[test]
 #[ignore = "needs a CUDA GPU"]
@@ -371,7 +413,12 @@ fn a_million_ties() -> Result<()> {
         bounds: vec![(0, n as i64), (12_345, n as i64 - 77)],
         n,
     };
-    for mapping in [Mapping::Block, Mapping::Split(8), Mapping::Cluster(16)] {
+    for mapping in [
+        Mapping::Block,
+        Mapping::Split(8),
+        Mapping::Cluster(16),
+        Mapping::Exact(16),
+    ] {
         let top = TopK::new(2048)?
             .order(Order::ByValue)
             .with_overrides(forced(mapping));
@@ -396,7 +443,12 @@ fn beyond_31_bits() -> Result<()> {
         all.slice_set(&row, 0, at * pitch)?;
     }
     let scores = all.reshape((m, pitch))?.narrow(1, 0, n)?;
-    for mapping in [Mapping::Block, Mapping::Split(4), Mapping::Cluster(4)] {
+    for mapping in [
+        Mapping::Block,
+        Mapping::Split(4),
+        Mapping::Cluster(4),
+        Mapping::Exact(4),
+    ] {
         let top = TopK::new(k)?
             .order(Order::ByPosition)
             .with_overrides(forced(mapping));
@@ -430,6 +482,8 @@ fn graph_replays() -> Result<()> {
         (Mapping::Split(4), 9000, 1000),
         (Mapping::Cluster(4), 9000, 1000),
         (Mapping::Cluster(16), 70_001, 50),
+        (Mapping::Exact(4), 9000, 1000),
+        (Mapping::Exact(16), 70_001, 50),
     ] {
         replay(&device, mapping, n, replays)?;
     }
@@ -566,7 +620,7 @@ fn overfull_in_some_blocks() -> Result<()> {
             .map(|length| (1261, 1261 + length))
             .collect();
         let batch = Batch::new(law, n, bounds, &mut rng);
-        for mapping in [Mapping::Cluster(8), Mapping::Split(8)] {
+        for mapping in [Mapping::Cluster(8), Mapping::Split(8), Mapping::Exact(8)] {
             let top = TopK::new(512)?.with_overrides(forced(mapping));
             let what = format!("{law:?}, {mapping:?}");
             let got = cases::run::<f32>(&batch, top, &device, (n + 3, 1), DType::I32)?;
@@ -597,7 +651,12 @@ fn two_streams_at_once() -> Result<()> {
             })
             .collect();
         for round in 0..40 {
-            let mapping = [Mapping::Split(8), Mapping::Cluster(8), Mapping::Block][round % 3];
+            let mapping = [
+                Mapping::Split(8),
+                Mapping::Cluster(8),
+                Mapping::Block,
+                Mapping::Exact(8),
+            ][round / 4 % 4];
             let top = TopK::new(512)?.with_overrides(forced(mapping));
             let batch = &batches[round % 4];
             let got = cases::run::<f32>(batch, top, &device, (30_000, 0), DType::I32)?;
@@ -630,6 +689,7 @@ fn deterministic() -> Result<()> {
             Mapping::Split(2),
             Mapping::Split(8),
             Mapping::Cluster(16),
+            Mapping::Exact(8),
         ] {
             let top = top.with_overrides(forced(mapping));
             for _ in 0..20 {
@@ -706,4 +766,5 @@ sanitize! {
     sanitize_row_local: Mapping::RowLocal;
     sanitize_split: Mapping::Split(4);
     sanitize_cluster: Mapping::Cluster(4);
+    sanitize_exact: Mapping::Exact(4);
 }

@@ -23,23 +23,3 @@ __device__ void select_block(const Request& request) {
   if (state().count < request.k) route = selector.apart().recover(slice, proposal);
   selector.finish(own_list(), state().count, route, proposal.leading);
 }
-
-// Rows none of which is longer than a block holds.
-template <class T>
-__device__ void select_short(const Request& request) {
-  const long long row = blockIdx.x;
-  Vector<T> held[kDepth];
-  // Where every row starts at 0, its scores need not wait for its end.
-  const bool early = request.start.kind == kNone;
-  const auto load = [&](const Selector<T>& selector) {
-    selector.load(held, Slice(0, 1, selector.scores.vectors), threadIdx.x);
-  };
-  if (early) load(Selector<T>(request, row, 0, request.width, 1));
-  const int start = request.start.of(row, request.width, 0);
-  const int end = request.end.of(row, request.width, request.width);
-  begin();
-  const Selector<T> selector(request, row, start, end, 1);
-  if (is_trivial(request, selector.scores.length)) return selector.put_all();
-  if (!early) load(selector);
-  selector.select_held(held);
-}

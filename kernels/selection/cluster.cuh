@@ -216,7 +216,7 @@ __device__ void select_cluster(const Request& request) {
   const int first = warp % warps * 32 + lane, n = __shfl_sync(~0u, of_lane, member);
   const List part = {inbox.first + (int)(member * room)};
   bool put = false;
-  if (request.order == kUnordered && request.stride > 1 && total > request.k) {
+  if (request.stride > 1 && total > request.k) {
     selector.put_route(kPrimary);
     const auto put_from = [&](auto& mine) {
 #pragma unroll

@@ -18,8 +18,8 @@
 //     the list has, 11 bits of it at a time, narrows until they are few. Ties at rank K are decided
 //     by the same integers, without a word to the row.
 //
-// A row that its block has in registers as a whole needs neither sample nor list: the exact histogram of its
-// coarse keys says what is selected, but for the bin of the K-th.
+// A row that its block has in registers as a whole (short.cuh), or its cluster in shared memory (exact.cuh), needs
+// neither sample nor list: the exact histogram of its coarse keys says what is selected, but for the bin of the K-th.
 //
 // What the paper leaves to spill buffers of a row's size, this does not need:
 //
@@ -48,6 +48,10 @@
 //   plain adds to histograms (not those of a constant 1, which
 //     look for lanes of one bin); the output written side by side   94       12.6        7.9
 //   the request and the selector out of local memory; queues        91       11.6        7.5
+//   rows held by a cluster; short ones with fewer instructions      91       10.4        7.0
+//
+// Held rows: 32K scores of one block take 4.9 us to count, an atomic of shared memory being nine cycles a warp
+// whether or not its lanes meet; to count only what a guess of the cutoff leaves took longer, lane by lane.
 //
 // A warp's integer and comparing instructions take two cycles each, so what every warp does costs the time of
 // all: what is to be said once is looked at by the one warp that has it.
@@ -92,12 +96,19 @@ struct Bound {
   long long stride;
   int kind;
 
+  // As it is, or `missing` where there is none: to be sent for early, and looked at late.
+  __device__ __forceinline__ long long raw(long long row, int missing) const {
+    if (kind == kNone) return missing;
+    if (kind == kI64) return static_cast<const long long*>(at)[row * stride];
+    // U32 from 2^31 up: a negative number that was stored as unsigned.
+    return static_cast<const int*>(at)[row * stride];
+  }
+  static __device__ __forceinline__ int inside(long long raw, int width) {
+    return (int)min(max(raw, 0ll), (long long)width);
+  }
   // Inside [0, width]; `missing` where there is none.
   __device__ __forceinline__ int of(long long row, int width, int missing) const {
-    if (kind == kNone) return missing;
-    if (kind == kI64) return (int)min(max(static_cast<const long long*>(at)[row * stride], 0ll), (long long)width);
-    // U32 from 2^31 up: a negative number that was stored as unsigned.
-    return min(max(static_cast<const int*>(at)[row * stride], 0), width);
+    return inside(raw(row, missing), width);
   }
 };
 
@@ -274,6 +285,15 @@ __device__ __forceinline__ __half2 half_pair(__nv_bfloat16 a, __nv_bfloat16 b) {
 // The value with this FP16 key, of which a coarse bin has 32.
 __device__ __forceinline__ float coarse_value(unsigned key) {
   return __half2float(__ushort_as_half((unsigned short)(key ^ (key >> 15 ? 0x8000u : 0xffffu))));
+}
+
+// The sum over the threads before this one. A barrier comes before the next call; with one.
+__device__ __forceinline__ unsigned sum_before(unsigned mine) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const unsigned inclusive = inclusive_sum(mine);
+  if (lane == 31) state().parts[warp] = inclusive;
+  __syncthreads();
+  return __reduce_add_sync(~0u, lane < warp ? state().parts[lane] : 0) + inclusive - mine;
 }
 
 // This thread's bins, from the top: four of them.
@@ -1035,7 +1055,7 @@ struct Selector {
   __device__ __forceinline__ void finish(List list, int n, int route, Leading leading) const {
     put_route(route);
     const unsigned count = min((unsigned)n, k());
-    if (n <= (int)k() || request.order != kUnordered || route != kPrimary) {
+    if (n <= (int)k() || route != kPrimary) {
       apart().finish_any(list, n, count);
     } else {
       finish_primary(list, n, leading);
@@ -1044,11 +1064,14 @@ struct Selector {
   }
 
   __device__ __noinline__ void finish_any(List list, int n, unsigned count) const {
-    const u64 threshold = n > (int)count ? refine(list, n, count) : 0;
     const Request own = request;
     const Selector self(own, *this);
-    if (own.order != kUnordered) self.put_ordered(list, n, threshold, count);
-    else self.put_unordered(list, n, 0, [&](u64 rank) { return rank >= threshold; });
+    if (own.order != kUnordered) {
+      if (n > (int)count) compact(list, n, count);
+      return self.put_sorted(list, count);
+    }
+    const u64 threshold = n > (int)count ? refine(list, n, count) : 0;
+    self.put_unordered(list, n, 0, [&](u64 rank) { return rank >= threshold; });
   }
 
   // The candidates that `keep` names, after the first ones, by one word a warp to the others.
@@ -1128,7 +1151,9 @@ struct Selector {
         if (key_in(mine[e]) >= high) f(at++, mine[e]);
       }
     };
-    each([](unsigned at, u64 rank) { staged()[at] = position_in(rank); });
+    const bool ordered = request.order != kUnordered;
+    if (ordered) each([](unsigned at, u64 rank) { own_list()[at] = rank; });
+    else each([](unsigned at, u64 rank) { staged()[at] = position_in(rank); });
 #pragma unroll 1
     while (bin) {
       const int e = __ffs(bin) - 1;
@@ -1136,6 +1161,12 @@ struct Selector {
       state().ranked[atomicAdd(&state().slots, 1)] = pick_rank(mine, e, kMost);
     }
     __syncthreads();
+    if (ordered) {
+      rank_few(state().ranked, found.count, 0, found.count, found.above, [](unsigned at, u64 rank) { own_list()[at] = rank; });
+      __syncthreads();
+      apart().put_sorted(own_list(), k());
+      return true;
+    }
     put_staged(request.positions, found.above);
     if (request.values) {
       __syncthreads();
@@ -1168,15 +1199,20 @@ struct Selector {
   // Of up to kRanked candidates the best that there is room for after the first `above`: each is compared with
   // all, by eight threads.
   __device__ __forceinline__ void put_ranked(const u64* ranked, int m, unsigned above) const {
+    rank_few(ranked, m, 0, m, above, [&](unsigned at, u64 rank) { put(at, rank); });
+  }
+  // The same of the `own` from number `from` on, to f(where, which).
+  template <class F>
+  __device__ __forceinline__ void rank_few(const u64* ranked, int m, int from, int own, unsigned above, F f) const {
 #pragma unroll 1
-    for (int base = threadIdx.x / 32 * 4; base < m; base += kThreads / 8) {
+    for (int base = threadIdx.x / 32 * 4; base < own; base += kThreads / 8) {
       const int i = base + (int)threadIdx.x % 32 / 8;
-      const u64 mine = ranked[min(i, m - 1)];
+      const u64 mine = ranked[from + min(i, own - 1)];
       unsigned better = 0;
 #pragma unroll 4
       for (int other = threadIdx.x % 8; other < m; other += 8) better += ranked[other] > mine;
       better = warp_reduce<8>(better, [](unsigned a, unsigned b) { return a + b; }) + above;
-      if (threadIdx.x % 8 == 0 && i < m && better < k()) put(better, mine);
+      if (threadIdx.x % 8 == 0 && i < own && better < k()) f(better, mine);
     }
   }
 
@@ -1314,66 +1350,156 @@ struct Selector {
     select_held(held);
   }
 
-  // Bucket sort of the selected: by their bits, then within each bucket by comparing all pairs.
-  __device__ __forceinline__ void put_ordered(List list, int n, u64 threshold, unsigned count) const {
-    const bool by_value = request.order == kByValue;
-    // Descending in both orders: a position's complement is the low word.
-    const u64 mask = by_value ? ~0ull : 0xffffffffull;
-    u64 low = (unsigned)~(scores.start + scores.length - 1), high = (unsigned)~scores.start;
-    __syncthreads();
-    clear(buckets());
-    if (by_value) {
-      const Keys keys = key_range(list, n, threshold);
-      low = (u64)keys.least << 32, high = (u64)keys.most << 32 | ~0u;
-    } else {
-      __syncthreads();
+  // ---- Order.
+
+  static_assert(kSlack % kThreads == 0, "as many as K may be");
+  static constexpr int kSelected = kSlack / kThreads;  // of a thread, at most
+
+  // The first n of a list, all of them selected, in the request's order. All threads have arrived, and see the list.
+  __device__ __noinline__ void put_sorted(List list, unsigned n) const {
+    u64 mine[kSelected];
+    unsigned at[kSelected];  // where each goes
+#pragma unroll
+    for (int e = 0; e < kSelected; e++) {
+      const unsigned i = threadIdx.x + e * kThreads;
+      mine[e] = i < n ? list[i] : 0;
     }
-    const int shift = bin_shift(high - low);
-    const auto bucket = [&](u64 rank) { return (unsigned)(((rank & mask) - low) >> shift); };
+    if (request.order == kByPosition && bitmap_quads() * kQuadBytes <= capacity() * sizeof(u64)) {
+      order_by_bitmap(list, mine, n, at);
+    } else if (!order_by_buckets(list, mine, n, at)) {
+#pragma unroll 1
+      for (unsigned i = threadIdx.x; i < n; i += kThreads) put(i, list[sorted()[i]]);
+      return;
+    }
+    const auto put_words = [&](unsigned* output, auto word) {
+#pragma unroll
+      for (int e = 0; e < kSelected; e++) {
+        if (threadIdx.x + e * kThreads < n) staged()[at[e]] = word(mine[e]);
+      }
+      __syncthreads();
+      put_staged(output, n);
+    };
+    put_words(request.positions, position_in);
+    if (request.values) {
+      __syncthreads();
+      put_words(reinterpret_cast<unsigned*>(request.values),
+                [](u64 rank) { return __float_as_uint(value_of(key_in(rank))); });
+    }
+  }
+
+  // A bit for each of the row's positions, and for each word of them how many there are before it: of four words.
+  static constexpr unsigned kQuadBytes = 4 * (sizeof(unsigned) + sizeof(unsigned short));
+  __device__ __forceinline__ unsigned bitmap_quads() const { return (unsigned)(scores.length + 127) / 128; }
+
+  // By position: as many go before one as there are bits before its own. In the place of the list.
+  __device__ __forceinline__ void order_by_bitmap(List list, const u64 (&mine)[kSelected], unsigned n,
+                                                  unsigned (&at)[kSelected]) const {
+    const unsigned quads = bitmap_quads(), each = (quads + kThreads - 1) / kThreads;
+    uint4* bitmap = reinterpret_cast<uint4*>(list.at());
+    unsigned* words = reinterpret_cast<unsigned*>(bitmap);
+    ushort4* before = reinterpret_cast<ushort4*>(bitmap + quads);
+    __syncthreads();
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < quads; i += kThreads) bitmap[i] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < kSelected; e++) {
+      if (e * kThreads >= n) break;
+      at[e] = position_in(mine[e]) - scores.start;
+      if (threadIdx.x + e * kThreads < n) atomicOr(&words[at[e] / 32], 1u << at[e] % 32);
+    }
+    __syncthreads();
+    const unsigned first = threadIdx.x * each, end = min(first + each, quads);
+    unsigned sum = 0;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < n; i += kThreads) {
-      if (list[i] >= threshold) count_in(buckets(), bucket(list[i]));
+    for (unsigned i = first; i < end; i++) {
+      const uint4 four = bitmap[i];
+      sum += __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
+    }
+    unsigned count = sum_before(sum);
+#pragma unroll 2
+    for (unsigned i = first; i < end; i++) {
+      const uint4 four = bitmap[i];
+      const unsigned y = count + __popc(four.x), z = y + __popc(four.y), w = z + __popc(four.z);
+      before[i] = make_ushort4(count, y, z, w);
+      count = w + __popc(four.w);
+    }
+    __syncthreads();
+    const unsigned short* counts = reinterpret_cast<const unsigned short*>(before);
+#pragma unroll
+    for (int e = 0; e < kSelected; e++) {
+      if (e * kThreads >= n) break;
+      if (threadIdx.x + e * kThreads < n) {
+        const unsigned word = at[e] / 32;
+        at[e] = counts[word] + __popc(words[word] & ((1u << at[e] % 32) - 1));
+      }
+    }
+  }
+
+  // By buckets of their bits, and within each by comparing all pairs. False where too many share a bucket: then
+  // `sorted` says it.
+  __device__ __forceinline__ bool order_by_buckets(List list, const u64 (&mine)[kSelected], unsigned n,
+                                                   unsigned (&at)[kSelected]) const {
+    const bool by_value = request.order == kByValue;
+    const u64 mask = by_value ? ~0ull : 0xffffffffull;
+    // By position it is the complement, in the low word, that descends.
+    const auto word = [&](u64 rank) { return by_value ? key_in(rank) : (unsigned)rank; };
+    clear(buckets());
+    unsigned least = ~0u, most = 0;
+#pragma unroll
+    for (int e = 0; e < kSelected; e++) {
+      if (e * kThreads >= n) break;
+      if (threadIdx.x + e * kThreads < n) least = min(least, word(mine[e])), most = max(most, word(mine[e]));
+    }
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
+    if (lane == 0) state().low[warp] = least, state().high[warp] = most;
+    __syncthreads();
+    const unsigned low = __reduce_min_sync(~0u, lane < kWarps ? state().low[lane] : ~0u);
+    const unsigned high = __reduce_max_sync(~0u, lane < kWarps ? state().high[lane] : 0);
+    // Of 2^32 a part as great as of the width a bucket. Approximate, and alike in all threads.
+    const float part = __fdividef(kBins * 4294963200.0f, (float)(high - low) + 1.0f);
+    const unsigned scale = (unsigned)fminf(part, 4294967040.0f);
+    const auto bucket = [&](u64 rank) { return min(__umulhi(word(rank) - low, scale), kBins - 1u); };
+#pragma unroll
+    for (int e = 0; e < kSelected; e++) {
+      if (e * kThreads >= n) break;
+      if (threadIdx.x + e * kThreads < n) at[e] = shared_add(&buckets()[bucket(mine[e])], 1);
     }
     __syncthreads();
     unsigned* offsets = histogram();
-    const FromTop mine(buckets());
-    mine.tell_others();
-    __syncthreads();
+    const FromTop own(buckets());
+    unsigned before = sum_before(own.sum);
     bool crowded = false;
-    unsigned before = FromTop::before_warp() + inclusive_sum(mine.sum) - mine.sum;
 #pragma unroll
     for (int i = 0; i < FromTop::kOwn; i++) {
-      offsets[mine.top - i] = before, before += mine.own[i];
-      crowded |= mine.own[i] > kCrowd;
+      offsets[own.top - i] = before, before += own.own[i];
+      crowded |= own.own[i] > kCrowd;
     }
-    crowded = __syncthreads_or(crowded);
-#pragma unroll 2
-    for (int i = threadIdx.x; i < n; i += kThreads) {
-      const u64 rank = list[i];
-      if (rank >= threshold) {
-        const unsigned b = bucket(rank);
-        sorted()[offsets[b] + atomicSub(&buckets()[b], 1) - 1] = i;
-      }
+    if (__syncthreads_or(crowded)) {
+      apart().sort(list, n, mask);
+      return false;
+    }
+#pragma unroll
+    for (int e = 0; e < kSelected; e++) {
+      if (e * kThreads >= n) break;
+      if (threadIdx.x + e * kThreads < n) list[offsets[bucket(mine[e])] + at[e]] = mine[e];
     }
     __syncthreads();
-    if (crowded) {
-      apart().sort(list, count, mask);
-#pragma unroll 1
-      for (unsigned i = threadIdx.x; i < count; i += kThreads) put(i, list[sorted()[i]]);
-      return;
-    }
-#pragma unroll 1
-    for (unsigned i = threadIdx.x; i < count; i += kThreads) {
-      const u64 rank = list[sorted()[i]];
-      const unsigned b = bucket(rank);
-      const unsigned first = offsets[b], end = b ? offsets[b - 1] : count;
-      unsigned at = first;
-#pragma unroll 1
-      for (unsigned other = first; other < end; other++) {
-        at += (list[sorted()[other]] & mask) > (rank & mask);
+#pragma unroll
+    for (int e = 0; e < kSelected; e++) {
+      if (e * kThreads >= n) break;
+      if (threadIdx.x + e * kThreads < n) {
+        const unsigned b = bucket(mine[e]), first = offsets[b], end = first + buckets()[b];
+        unsigned better = first;
+#pragma unroll 4
+        for (unsigned other = first; other < end; other++) better += (list[other] & mask) > (mine[e] & mask);
+        at[e] = better;
       }
-      put(at, rank);
     }
+    // What is staged next lies where the offsets are.
+    __syncthreads();
+    return true;
   }
 
   // Numbers of selected candidates, behind the lists.
@@ -1381,12 +1507,12 @@ struct Selector {
     return reinterpret_cast<unsigned short*>(List{(int)capacity() * lists}.at());
   }
 
-  // Bitonic sort of the selected, descending: where too many share a bucket.
+  // Bitonic sort of the selected, descending, by their numbers: where too many share a bucket.
   __device__ __noinline__ void sort(List list, unsigned count, u64 mask) const {
     constexpr unsigned short kLast = 0xffff;
     unsigned size = 1;
     while (size < count) size *= 2;
-    for (unsigned i = count + threadIdx.x; i < size; i += kThreads) sorted()[i] = kLast;
+    for (unsigned i = threadIdx.x; i < size; i += kThreads) sorted()[i] = i < count ? i : kLast;
     __syncthreads();
     const auto key = [&](unsigned short i) { return i == kLast ? 0 : (list[i] & mask) + 1; };
 #pragma unroll 1

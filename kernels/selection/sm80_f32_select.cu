@@ -1,5 +1,6 @@
 constexpr int kThreads = 512;
 #include "block.cuh"
+#include "short.cuh"
 #include "split.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2) select_short(const __grid_constant__ Request request) {

@@ -129,6 +129,12 @@ pub(crate) const SELECT: [Module; 3] = [
     module!(SM80_F16_SELECT),
     module!(SM80_BF16_SELECT),
 ];
+/// Selection by a cluster a row, which has it on chip.
+pub(crate) const SELECT_EXACT: [Module; 3] = [
+    module!(SM90_F32_SELECT_EXACT),
+    module!(SM90_F16_SELECT_EXACT),
+    module!(SM90_BF16_SELECT_EXACT),
+];
 /// Selection by a cluster a row.
 pub(crate) const SELECT_CLUSTER: [Module; 3] = [
     module!(SM90_F32_SELECT_CLUSTER),

@@ -1,13 +1,14 @@
 //! The CUDA backend: one launch of `kernels/selection`, as planned.
 
 use super::buffers::Workspace;
-use super::plan::{DeviceProps, Mapping, View, THREADS};
+use super::plan::{DeviceProps, Mapping, Plan, View, THREADS, VECTOR_BYTES};
 use super::rows::Rows;
 use super::topk::{BoundsOf, Order, TopK};
 use super::OP;
 use crate::buffer::{Buffer, DeviceBuffer};
 use crate::cuda::{
     alloc, arg, forced_sm80, of_dtype, runs_sm90, Addresses, Kernel, Teams, SELECT, SELECT_CLUSTER,
+    SELECT_EXACT,
 };
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
@@ -89,9 +90,10 @@ fn kernel(device: &CudaDevice, dtype: DType, mapping: Mapping, shared: usize) ->
         Mapping::Split(_) => (SELECT, "select_split"),
         Mapping::RowLocal => (SELECT, "select_row_local"),
         Mapping::Cluster(_) => (SELECT_CLUSTER, "select_cluster"),
+        Mapping::Exact(_) => (SELECT_EXACT, "select_exact"),
     };
     let kernel = of_dtype(&modules, dtype).kernel(device, name, shared as u32)?;
-    if let Mapping::Cluster(9..) = mapping {
+    if let Mapping::Cluster(9..) | Mapping::Exact(9..) = mapping {
         kernel.allow_large_clusters()?;
     }
     Ok(kernel)
@@ -109,6 +111,7 @@ pub(crate) fn preload(device: &CudaDevice, dtype: DType) -> Result<()> {
     }
     if runs_sm90(device)? {
         kernel(device, dtype, Mapping::Cluster(16), 0)?;
+        kernel(device, dtype, Mapping::Exact(16), 0)?;
     }
     Ok(())
 }
@@ -154,6 +157,16 @@ fn bound<'a>(
     })
 }
 
+fn plan(top: &TopK, storage: &CudaStorage, rows: &Rows, props: DeviceProps) -> Result<Plan> {
+    let dtype = storage.dtype();
+    // A pitch that is none of whole vectors: what is planned for holds rows wherever they begin.
+    let pitch = match rows.start % (VECTOR_BYTES / dtype.size_in_bytes()) {
+        0 => rows.pitch,
+        _ => rows.pitch | 1,
+    };
+    top.plan(rows.count, rows.width, pitch, dtype, props)
+}
+
 fn launch(
     top: &TopK,
     storage: &CudaStorage,
@@ -166,7 +179,7 @@ fn launch(
     }
     let device = storage.device();
     let props = device_props(device)?;
-    let plan = top.plan(rows.count, rows.width, rows.pitch, storage.dtype(), props)?;
+    let plan = plan(top, storage, rows, props)?;
     if plan.shared_bytes > props.shared_per_block {
         bail!(
             "{OP}: {} bytes of shared memory a block are needed, the device has {}",
@@ -213,7 +226,7 @@ fn launch(
     };
     let blocks = plan.mapping.blocks();
     let (teams, of_cluster) = match plan.mapping {
-        Mapping::Cluster(_) => (rows.count as u32, blocks),
+        Mapping::Cluster(_) | Mapping::Exact(_) => (rows.count as u32, blocks),
         _ => (rows.count as u32 * blocks, 1),
     };
     let teams = Teams {
@@ -249,7 +262,7 @@ pub(super) fn select(
         )
     };
     let props = device_props(device)?;
-    let plan = top.plan(rows.count, rows.width, rows.pitch, storage.dtype(), props)?;
+    let plan = plan(top, storage, rows, props)?;
     let mut workspace = match plan.workspace_bytes {
         0 => None,
         bytes => Some(device.alloc_zeros::<u32>(bytes / size_of::<u32>())?),

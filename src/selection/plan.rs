@@ -56,6 +56,9 @@ pub enum Mapping {
     /// A cluster of 2, 4, 8 or 16 blocks a row, that meet in the first one's shared
     /// memory. On devices of compute capability 9.0.
     Cluster(u32),
+    /// A cluster of 2, 4, 8 or 16 blocks a row, which have all of it in their shared memory and count it
+    /// exactly, without a sample. For rows that fit there, on devices of compute capability 9.0.
+    Exact(u32),
 }
 
 impl Mapping {
@@ -63,7 +66,7 @@ impl Mapping {
     pub fn blocks(self) -> u32 {
         match self {
             Self::Short | Self::Block | Self::RowLocal => 1,
-            Self::Split(blocks) | Self::Cluster(blocks) => blocks,
+            Self::Split(blocks) | Self::Cluster(blocks) | Self::Exact(blocks) => blocks,
         }
     }
 }
@@ -79,7 +82,8 @@ pub enum View {
     FixedStride,
 }
 
-/// What differs from the plan that the shape would have. Results do not depend on it.
+/// What differs from the plan that the shape would have. Results do not depend on it. A row that a cluster
+/// would hold on chip is sampled nonetheless where anything about the sample is said.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Overrides {
     /// The mapping.
@@ -155,6 +159,14 @@ impl fmt::Display for Plan {
             Mapping::RowLocal => write!(f, "row-local")?,
             Mapping::Split(blocks) => write!(f, "split-{blocks}")?,
             Mapping::Cluster(blocks) => write!(f, "cluster-{blocks}")?,
+            Mapping::Exact(blocks) => {
+                return write!(
+                    f,
+                    "exact-{blocks}, {} blocks, {} KiB shared",
+                    self.grid,
+                    self.shared_bytes >> 10
+                )
+            }
         }
         match self.stride {
             1 => write!(f, ", exact proposal")?,
@@ -184,8 +196,11 @@ impl fmt::Display for Plan {
 pub(super) const THREADS: u32 = 512;
 /// The most scores that a block has in its registers: `kDepth` vectors a thread.
 fn held(dtype: DType) -> usize {
-    THREADS as usize * 4 * 16 / dtype.size_in_bytes()
+    THREADS as usize * DEPTH * VECTOR_BYTES / dtype.size_in_bytes()
 }
+/// Vectors of a thread: `kDepth` in `kernels/selection/select.cuh`.
+const DEPTH: usize = 4;
+pub(super) const VECTOR_BYTES: usize = 16;
 /// Candidates beyond K that fit on chip: at least a vector of 8 for each of 512 threads, so that
 /// after the cutoff is raised one more always fits.
 const SLACK: usize = 4096;
@@ -257,7 +272,7 @@ pub fn plan(request: &PlanRequest) -> Result<Plan> {
             bail!("{OP}: the margin is {margin}, 1 to 4 times K are accepted")
         }
     }
-    let capacity = k.next_multiple_of(64) + SLACK;
+    let capacity = capacity(k);
     Ok(Plan {
         mapping,
         grid: m * mapping.blocks() as usize,
@@ -267,7 +282,7 @@ pub fn plan(request: &PlanRequest) -> Result<Plan> {
         deviations: DEVIATIONS,
         band: overrides.band.unwrap_or(true),
         capacity,
-        shared_bytes: shared_bytes(mapping, k, capacity),
+        shared_bytes: shared_bytes(mapping, request),
         workspace_bytes: match mapping {
             Mapping::Split(blocks) => m * blocks as usize * SEGMENT_BYTES,
             _ => 0,
@@ -275,11 +290,41 @@ pub fn plan(request: &PlanRequest) -> Result<Plan> {
     })
 }
 
+/// Candidates that fit on chip.
+fn capacity(k: usize) -> usize {
+    k.next_multiple_of(64) + SLACK
+}
+
 /// `Shared` in `kernels/selection/select.cuh`: two histograms, the queues' numbers, the candidates, as many again where
-/// the other blocks of a cluster send theirs, and the order of the selected.
-fn shared_bytes(mapping: Mapping, k: usize, capacity: usize) -> usize {
+/// the other blocks of a cluster send theirs, and the order of the selected; in the place of that, the halves of a row
+/// that is held there.
+fn shared_bytes(mapping: Mapping, request: &PlanRequest) -> usize {
+    let k = request.k;
     let inbox = matches!(mapping, Mapping::Cluster(_)) as usize;
-    2 * 4 * BINS + 4 * QUEUED + (1 + inbox) * 8 * capacity + 2 * k.next_power_of_two().max(64)
+    let halves = match mapping {
+        Mapping::Exact(blocks) => halves_bytes(blocks as usize, request),
+        _ => 0,
+    };
+    let order = 2 * k.next_power_of_two().max(64);
+    2 * 4 * BINS + 4 * QUEUED + (1 + inbox) * 8 * capacity(k) + halves.max(order)
+}
+
+/// What a block of so many has of a row as halves: whole tiles of vectors. A row that begins between two vectors
+/// has one more.
+fn halves_bytes(blocks: usize, request: &PlanRequest) -> usize {
+    let width = VECTOR_BYTES / request.dtype.size_in_bytes();
+    let vectors = request.n.div_ceil(width) + !request.pitch.is_multiple_of(width) as usize;
+    let tile = THREADS as usize * DEPTH;
+    vectors.div_ceil(tile * blocks) * tile * width * 2
+}
+
+/// Static shared memory of `select_exact`, and what a block takes beside, at most.
+const BESIDE: usize = 8 << 10;
+
+/// Whether a cluster of so many blocks holds a row, with `each` blocks to a multiprocessor.
+fn is_held(blocks: usize, each: usize, request: &PlanRequest) -> bool {
+    let bytes = shared_bytes(Mapping::Exact(blocks as u32), request) + BESIDE;
+    each * bytes <= request.device.shared_per_block
 }
 
 fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
@@ -291,12 +336,22 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
             request.m,
             split_blocks(device)
         ),
-        Mapping::Cluster(2 | 4 | 8 | 16) if blocks > device.cluster => bail!(
-            "{OP}: a cluster of {blocks} blocks is planned, the device has clusters of up to {}",
-            device.cluster
+        Mapping::Cluster(2 | 4 | 8 | 16) | Mapping::Exact(2 | 4 | 8 | 16)
+            if blocks > device.cluster =>
+        {
+            bail!(
+                "{OP}: a cluster of {blocks} blocks is planned, the device has clusters of up to {}",
+                device.cluster
+            )
+        }
+        Mapping::Exact(2 | 4 | 8 | 16) if !is_held(blocks, 1, request) => bail!(
+            "{OP}: rows of {} scores are planned to be held by clusters of {blocks} blocks, which have no room for them",
+            request.n
         ),
-        Mapping::Split(2 | 4 | 8 | 16) | Mapping::Cluster(2 | 4 | 8 | 16) => Ok(mapping),
-        Mapping::Split(_) | Mapping::Cluster(_) => {
+        Mapping::Split(2 | 4 | 8 | 16)
+        | Mapping::Cluster(2 | 4 | 8 | 16)
+        | Mapping::Exact(2 | 4 | 8 | 16) => Ok(mapping),
+        Mapping::Split(_) | Mapping::Cluster(_) | Mapping::Exact(_) => {
             bail!("{OP}: {blocks} blocks a row are planned, 2, 4, 8 or 16 are accepted")
         }
         Mapping::Short if request.n > held(request.dtype) => bail!(
@@ -308,39 +363,54 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
     }
 }
 
-// What follows was measured on an H200 (f32, K = 2048, raised ends; us of a graph's replay):
+// What follows was measured on an H200 (f32, K = 2048, raised ends; us of a graph's replay), as exact and sampled
+// clusters of so many blocks, and a block a row:
+//
+// |   M |    N | exact 16 |    8 |    4 |    2 | sampled      | block |
+// |-----|------|----------|------|------|------|--------------|-------|
+// |   8 |  16K |          |  8.7 |  8.8 |  9.5 |  4: 11.7     |       |
+// |  64 |  16K |          |      |      | 10.1 |  2: 13.6     |       |
+// | 128 |  16K |          |      |      | 12.4 |              |  15.2 |
+// |   8 |  32K |     12.8 |  9.1 |  9.7 | 10.7 |  8: 11.9     |       |
+// |  32 |  32K |          | 14.2 | 11.7 | 11.0 |  2: 14.1     |       |
+// |  64 |  32K |          |      | 14.8 | 12.0 |  2: 15.0     |       |
+// | 128 |  32K |          |      | 21.4 | 16.7 |              |  18.3 |
+// | 256 |  32K |          |      |      | 27.0 |              |  24.5 |
+// |   1 |  64K |     10.1 | 10.1 | 11.1 | 13.4 | 16: 11.9     |       |
+// |   8 |  64K |     15.6 | 11.8 | 12.5 | 15.8 |  8: 12.3     |       |
+// |  64 |  64K |          |      | 20.5 | 18.0 |  2: 17.9     |       |
+// | 128 |  64K |          |      | 30.4 | 29.1 |              |  23.4 |
+// |   4 | 128K |     10.6 | 11.0 | 13.6 | 18.7 | 16: 12.9     |       |
+// |   8 | 128K |     14.9 | 11.4 | 13.9 | 18.7 |  8: 13.1     |       |
+// |  64 | 128K |          |      | 31.3 | 22.7 |  2: 23.5     |       |
+// |   1 | 256K |     11.1 | 13.3 | 18.2 |      | 16: 12.5     |       |
+// |   8 | 256K |     17.4 | 13.8 | 18.6 |      |  8: 15.2     |       |
+// |  32 | 256K |          | 34.2 | 32.7 |      |  2: 28.6     |       |
+// |   4 |   1M |     19.2 |      |      |      | 16: 20.1     |       |
+//
+// A sampled row (us):
 //
 // |   M |    N | mapping                               |       |
 // |-----|------|---------------------------------------|-------|
-// |   8 |  16K | cluster of 4                          |  11.7 |
-// |   8 |  16K | cluster of 2                          |  12.7 |
-// |   8 |  32K | cluster of 8                          |  11.6 |
-// |   8 |  32K | cluster of 4                          |  11.9 |
-// |   4 | 128K | cluster of 16                         |  12.0 |
-// |   4 | 128K | cluster of 8                          |  12.6 |
-// |   8 | 128K | cluster of 16: not all at once        |  17.9 |
-// |   8 | 128K | cluster of 8                          |  13.2 |
-// |  16 |  64K | cluster of 8: not all at once         |  17.9 |
-// |  16 |  64K | cluster of 4                          |  13.5 |
-// |  32 |  32K | cluster of 4: not all at once         |  18.5 |
-// |  32 |  32K | cluster of 2                          |  14.1 |
-// |  64 | 128K | cluster of 2                          |  23.6 |
 // |  64 | 128K | block a row, alone                    |  29.1 |
 // | 128 | 128K | cluster of 2: two rounds              |  42.2 |
 // | 128 | 128K | block a row, alone                    |  32.5 |
 // | 128 | 128K | block a row, room for two             |  33.2 |
-// | 256 |  32K | block a row, room for two             |  24.2 |
 // | 256 |  32K | block a row, alone: two rounds        |  31.5 |
 // | 512 | 256K | block a row, s = 64, 4 deviations     | 149.5 |
 // | 512 | 256K | the same, 3: one row is read twice    | 182.1 |
 // | 512 | 256K | block a row, s = 128, 2.5             | 215.9 |
 //
-// So all blocks of a launch run at once, one
-// to a multiprocessor, as long as there are so few. A cluster lies in one group of multiprocessors, which
-// have 16 or so of them, and some fewer: large clusters do not fill the device.
+// So all blocks of a launch run at once, one to a multiprocessor, as long as there are so few; two to one where the
+// choice is between two blocks of a short row and one. A cluster lies in one group of multiprocessors, which have 16 or
+// so of them, and some fewer: large clusters do not fill the device. And rows are held where they can be: counting
+// them takes as long as reading them, an atomic of shared memory being nine cycles of a multiprocessor, but there is no
+// sample to wait for.
 
 /// The shortest part of a row that is worth a block of its own.
 const SLICE: usize = 4096;
+/// The longest F32 row of which two blocks, beside two of another on their multiprocessors, are faster than one alone.
+const LONG_PAIR: usize = 32_768;
 
 fn mapping(request: &PlanRequest) -> Mapping {
     let PlanRequest {
@@ -348,11 +418,20 @@ fn mapping(request: &PlanRequest) -> Mapping {
         n,
         dtype,
         device,
+        overrides,
         ..
     } = *request;
     if n <= held(dtype) {
         return Mapping::Short;
     }
+    let Overrides {
+        stride,
+        margin,
+        band,
+        view,
+        ..
+    } = overrides;
+    let sampled = stride.is_some() || margin.is_some() || band.is_some() || view.is_some();
     let slices = |blocks: &usize| blocks * SLICE <= n.next_power_of_two();
     if device.cluster > 0 && device.capability == (9, 0) {
         // A block takes a multiprocessor.
@@ -363,7 +442,15 @@ fn mapping(request: &PlanRequest) -> Mapping {
         };
         let fits = |blocks: &usize| blocks * m <= room(blocks) && slices(blocks);
         if let Some(blocks) = [16, 8, 4, 2].into_iter().find(fits) {
-            return Mapping::Cluster(blocks.min(device.cluster) as u32);
+            let blocks = blocks.min(device.cluster);
+            return match !sampled && is_held(blocks, 1, request) {
+                true => Mapping::Exact(blocks as u32),
+                false => Mapping::Cluster(blocks as u32),
+            };
+        }
+        let short = !sampled && dtype == DType::F32 && n <= LONG_PAIR;
+        if short && m <= device.multiprocessors && slices(&2) && is_held(2, 2, request) {
+            return Mapping::Exact(2);
         }
     } else {
         let fits = |blocks: &usize| blocks * m <= split_blocks(&device) && slices(blocks);
@@ -453,11 +540,31 @@ mod tests {
             |m, n| Ok::<_, candle_core::Error>(plan(&request(m, n, DeviceProps::H200))?.mapping);
         assert_eq!(h200(1, 8192)?, Mapping::Short);
         assert_eq!(h200(8192, 8192)?, Mapping::Short);
-        assert_eq!(h200(1, 131_072)?, Mapping::Cluster(16));
-        assert_eq!(h200(8, 131_072)?, Mapping::Cluster(8));
-        assert_eq!(h200(16, 131_072)?, Mapping::Cluster(4));
-        assert_eq!(h200(32, 131_072)?, Mapping::Cluster(2));
-        assert_eq!(h200(64, 131_072)?, Mapping::Cluster(2));
+        assert_eq!(h200(1, 131_072)?, Mapping::Exact(16));
+        assert_eq!(h200(8, 131_072)?, Mapping::Exact(8));
+        assert_eq!(h200(16, 131_072)?, Mapping::Exact(4));
+        assert_eq!(h200(32, 131_072)?, Mapping::Exact(2));
+        assert_eq!(h200(64, 131_072)?, Mapping::Exact(2));
+        assert_eq!(h200(128, 32_768)?, Mapping::Exact(2));
+        assert_eq!(h200(64, 262_144)?, Mapping::Cluster(2));
+        let sampled = plan(&PlanRequest {
+            overrides: Overrides {
+                stride: Some(1),
+                ..Overrides::default()
+            },
+            ..request(8, 131_072, DeviceProps::H200)
+        })?;
+        assert_eq!(sampled.mapping, Mapping::Cluster(8));
+        // Rows that begin between two vectors need a little more.
+        let odd = |n, pitch| {
+            plan(&PlanRequest {
+                pitch,
+                ..request(1, n, DeviceProps::H200)
+            })
+        };
+        let (even, odd) = (odd(131_072, 131_072)?, odd(131_072, 131_073)?);
+        assert_eq!(even.mapping, odd.mapping);
+        assert_eq!(odd.shared_bytes - even.shared_bytes, 16 << 10);
         assert_eq!(h200(128, 131_072)?, Mapping::RowLocal);
         assert_eq!(h200(512, 131_072)?, Mapping::Block);
         let a100 = plan(&request(1, 131_072, DeviceProps::A100))?;

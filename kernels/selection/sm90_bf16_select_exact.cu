@@ -1,0 +1,7 @@
+// A cluster of blocks a row, which have it on chip: its size is the launch's.
+constexpr int kThreads = 512;
+#include "exact.cuh"
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) select_exact(const __grid_constant__ Request request) {
+  select_exact<__nv_bfloat16>(request);
+}
