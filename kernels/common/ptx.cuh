@@ -1,5 +1,5 @@
 // What these kernels say in PTX itself, but for the words between the members of a cluster (cluster.cuh).
-// The emulator of tests/emulator has the same functions for the CPU.
+// The emulator of tests/emulation has the same functions for the CPU.
 #pragma once
 
 #ifdef CANDLE_TOPK_EMULATOR
@@ -7,10 +7,7 @@
 #else
 
 // The dynamic shared memory of the block, and its size.
-__device__ __forceinline__ uint4* dynamic_shared() {
-  extern __shared__ uint4 dynamic[];
-  return dynamic;
-}
+extern __shared__ uint4 dynamic[];
 __device__ __forceinline__ unsigned dynamic_shared_bytes() {
   unsigned bytes;
   asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
@@ -26,6 +23,24 @@ __device__ __forceinline__ unsigned shared_add(unsigned* word, unsigned by) {
                : "r"((unsigned)__cvta_generic_to_shared(word)), "r"(by)
                : "memory");
   return was;
+}
+
+// Adds 1 to a word of shared memory. A constant 1 would make this an instruction that first looks for lanes of
+// one word, which takes thrice the time where there are few.
+__device__ __forceinline__ void shared_count(unsigned* word) {
+  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"((unsigned)__cvta_generic_to_shared(word)), "r"(min(gridDim.x, 1u))
+               : "memory");
+}
+
+// Adds what the lane so far below has, if there is one. All lanes call.
+__device__ __forceinline__ void add_from_below(unsigned* x, int lanes) {
+  // A shuffle says itself whether there was a lane to read from.
+  asm volatile(
+      "{\n.reg .pred there;\n.reg .u32 before;\n"
+      "shfl.sync.up.b32 before|there, %0, %1, 0, 0xffffffff;\n"
+      "@there add.u32 %0, %0, before;\n}"
+      : "+r"(*x)
+      : "r"(lanes));
 }
 
 __device__ __forceinline__ void prefetch_to_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }

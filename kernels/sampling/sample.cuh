@@ -197,7 +197,7 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
   DrawSource::Drawn drawn = {false, 0, 0};
   const bool draws_early = threadIdx.x / 32 == kWarps - 1 && Team<C>::rank() == 0;
   if (draws_early) drawn = draws.load(Kept<T, C>::row_index());
-  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic_shared()), [&] {
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), [&] {
     if (draws_early) {
       const u64 its = drawn.draw();
       if (threadIdx.x % 32 == 0) draw = its;

@@ -450,7 +450,7 @@ __device__ __forceinline__ void select_exact(const Request& request) {
     if (threadIdx.x % 8 == 0) {
 #pragma unroll 4
       for (int j = whole.first + kDepth * whole.step; loaded.has(j); j += whole.step) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(loaded.vectors + j));
+        prefetch_to_l2(loaded.vectors + j);
       }
     }
   }

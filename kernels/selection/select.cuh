@@ -161,7 +161,6 @@ __device__ __forceinline__ State& state() {
 
 // Dynamic shared memory: `shared_bytes` in src/selection/plan.rs. Two histograms, or the warps' queues; the
 // numbers of what is in these; candidates from kLists on, and behind them the order of the selected.
-extern __shared__ uint4 dynamic[];
 constexpr int kQueue = 64;  // vectors of a warp
 constexpr int kNumbers = 2 * kBins * sizeof(unsigned);
 static_assert(kWarps * kQueue * sizeof(uint4) == kNumbers, "queues in the place of histograms");
@@ -169,13 +168,7 @@ constexpr int kLists = kNumbers + kWarps * kQueue * sizeof(int);
 __device__ __forceinline__ unsigned* histogram() { return reinterpret_cast<unsigned*>(dynamic); }
 __device__ __forceinline__ unsigned* buckets() { return histogram() + kBins; }
 
-// Adds to a bin. A constant 1 would make this an instruction that first looks for lanes of one bin, of which
-// here are few, and takes thrice the time.
-__device__ __forceinline__ void count_in(unsigned* histogram, unsigned bin) {
-  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"((unsigned)__cvta_generic_to_shared(histogram + bin)),
-               "r"(min(gridDim.x, 1u))
-               : "memory");
-}
+__device__ __forceinline__ void count_in(unsigned* histogram, unsigned bin) { shared_count(histogram + bin); }
 
 // Candidates from the one with this number on.
 struct List {
@@ -1563,7 +1556,7 @@ struct Opening {
       for (int d = from; d < kMost; d++) {
         const int j = slice.first + d * slice.step;
         if (j >= slice.end) break;
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(whole.scores.whole() + j));
+        prefetch_to_l2(whole.scores.whole() + j);
       }
     }
   }

@@ -3,9 +3,13 @@
 
 #include <emulator/device.hpp>
 
-inline uint4* dynamic_shared() { return emulator::dynamic_shared(); }
 inline unsigned dynamic_shared_bytes() { return emulator::dynamic_bytes(); }
 inline unsigned shared_add(unsigned* word, unsigned by) { return atomicAdd(word, by); }
+inline void shared_count(unsigned* word) { atomicAdd(word, 1u); }
+inline void add_from_below(unsigned* x, int lanes) {
+  const unsigned before = __shfl_up_sync(~0u, *x, lanes);
+  if ((int)threadIdx.x % 32 >= lanes) *x += before;
+}
 inline void prefetch_to_l2(const void*) {}
 inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
 inline float exp2_approx(float x) {

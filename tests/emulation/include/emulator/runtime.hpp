@@ -17,12 +17,12 @@
 #include <thread>
 #include <vector>
 
-thread_local dim threadIdx, blockIdx;
+constinit thread_local dim threadIdx, blockIdx;
+alignas(128) constinit thread_local uint4 dynamic[(227 << 10) / sizeof(uint4)];
 
 namespace emulator {
 
-constexpr size_t kMostShared = 227 << 10, kStack = 64 << 10;
-alignas(128) thread_local char shared[kMostShared];
+constexpr size_t kStack = 64 << 10;
 
 // Keeps what a call must not change, goes on with another stack, and comes back when somebody goes on
 // with this one.
@@ -115,6 +115,7 @@ struct Block {
   unsigned rank, dynamic_bytes, phase_waited_for = 0;
   std::function<void()> kernel;
   std::mt19937 random;
+  bool anybody = false, anybody_before = false;  // at a barrier, and at the last one
   void* scheduler = nullptr;
   unsigned current = 0;
 
@@ -205,6 +206,7 @@ struct Block {
       }
       const auto all = [&](State state) { return count(state) > 0 && count(state) + ended == threads; };
       if (all(State::at_barrier)) {
+        anybody_before = anybody, anybody = false;
         release(State::at_barrier);
       } else if (all(State::arrives)) {
         const std::lock_guard<std::mutex> lock(cluster.mutex);
@@ -234,6 +236,11 @@ void Block::begin() {
 }
 
 void sync_threads() { block->stop(State::at_barrier); }
+bool sync_threads_or(bool said) {
+  block->anybody |= said;
+  block->stop(State::at_barrier);
+  return block->anybody_before;
+}
 void exchange(uint64_t said, uint64_t (&all)[32]) {
   const int turn = block->fiber().turn;
   block->fiber().said[turn] = said, block->fiber().turn = 1 - turn;
@@ -242,7 +249,6 @@ void exchange(uint64_t said, uint64_t (&all)[32]) {
   for (unsigned lane = 0; lane < 32; lane++) all[lane] = block->fibers[first + lane].said[turn];
 }
 void yield() { block->stop(State::runs); }
-uint4* dynamic_shared() { return reinterpret_cast<uint4*>(shared); }
 unsigned dynamic_bytes() { return block->dynamic_bytes; }
 unsigned blocks_of_cluster() { return block->cluster.blocks; }
 unsigned rank_in_cluster() { return block->rank; }
@@ -250,14 +256,14 @@ void cluster_arrive() { block->stop(State::arrives); }
 void cluster_wait() { block->stop(State::waits); }
 // Shared memory is thread-local, which lies alike in every OS thread.
 void* of_member(const void* object, unsigned rank) {
-  return (char*)object - shared + block->cluster.shared_of[rank];
+  return (char*)object - (char*)dynamic + block->cluster.shared_of[rank];
 }
 
 // A cluster of `blocks` for each of `rows`, one after the other. Shared memory is filled with garbage
 // before.
 template <class Kernel>
 void launch(unsigned rows, unsigned blocks, unsigned threads, unsigned dynamic_bytes, unsigned seed, Kernel kernel) {
-  if (dynamic_bytes > kMostShared) Block::fail("more shared memory than a block has");
+  if (dynamic_bytes > sizeof(dynamic)) Block::fail("more shared memory than a block has");
   for (unsigned row = 0; row < rows; row++) {
     Cluster cluster(blocks);
     std::vector<std::thread> members;
@@ -265,8 +271,8 @@ void launch(unsigned rows, unsigned blocks, unsigned threads, unsigned dynamic_b
       members.emplace_back([&, rank] {
         Block own(threads, cluster, rank, dynamic_bytes, kernel, seed + row * blocks + rank);
         block = &own, blockIdx.x = row * blocks + rank;
-        memset(shared, 0xa5, sizeof(shared));
-        cluster.shared_of[rank] = shared;
+        memset(dynamic, 0xa5, sizeof(dynamic));
+        cluster.shared_of[rank] = (char*)dynamic;
         cluster.started++;
         while (cluster.started < blocks) sched_yield();
         own.run();

@@ -1,4 +1,4 @@
-// As much of CUDA C++ as the kernels of sampling use, on the CPU: a block is an OS thread, its threads are
+// As much of CUDA C++ as the kernels of sampling and selection use, on the CPU: a block is an OS thread, its threads are
 // fibers of it, so that shared memory is the OS thread's own. What the device does at one moment (a step of
 // a warp, a barrier) all fibers concerned do before one goes on; in between, warps run in random order.
 #pragma once
@@ -24,19 +24,31 @@
 struct dim {
   unsigned x;
 };
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(8) ushort4 {
+  unsigned short x, y, z, w;
+};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
-extern thread_local dim threadIdx, blockIdx;
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+extern constinit thread_local dim threadIdx, blockIdx;
+// As much as a block has.
+extern constinit thread_local uint4 dynamic[(227 << 10) / sizeof(uint4)];
 
 // What the runtime does for the fiber that calls.
 namespace emulator {
 void sync_threads();
+// Whether anybody has said so.
+bool sync_threads_or(bool said);
 // Once all of the warp have called: what each has said.
 void exchange(uint64_t said, uint64_t (&all)[32]);
 // Lets other fibers run.
 void yield();
-uint4* dynamic_shared();
 unsigned dynamic_bytes();
 unsigned blocks_of_cluster();
 unsigned rank_in_cluster();
@@ -47,6 +59,7 @@ void* of_member(const void* object, unsigned rank);
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::sync_threads(); }
+inline int __syncthreads_or(int p) { return emulator::sync_threads_or(p != 0); }
 inline void __syncwarp() {
   uint64_t all[32];
   emulator::exchange(0, all);
@@ -96,16 +109,32 @@ inline unsigned __ballot_sync(unsigned, int p) {
 }
 inline int __any_sync(unsigned mask, int p) { return __ballot_sync(mask, p) != 0; }
 
-// Fibers of a block never run at once.
-template <class V>
-V exchanged(V* at, V v) {
-  std::swap(*at, v);
-  return v;
+// Members of a cluster may do so at once.
+template <class V, class Op>
+V updated(V* at, Op op) {
+  V was = __atomic_load_n(at, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(at, &was, op(was), false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
+  }
+  return was;
 }
-inline unsigned atomicAdd(unsigned* at, unsigned v) { return exchanged(at, *at + v); }
-inline int atomicAdd(int* at, int v) { return exchanged(at, *at + v); }
-inline unsigned atomicMin(unsigned* at, unsigned v) { return exchanged(at, std::min(*at, v)); }
-inline unsigned atomicMax(unsigned* at, unsigned v) { return exchanged(at, std::max(*at, v)); }
+template <class V, class W>
+V atomicAdd(V* at, W v) {
+  return updated(at, [&](V x) { return (V)(x + (V)v); });
+}
+template <class V, class W>
+V atomicSub(V* at, W v) {
+  return updated(at, [&](V x) { return (V)(x - (V)v); });
+}
+inline unsigned atomicOr(unsigned* at, unsigned v) {
+  return updated(at, [&](unsigned x) { return x | v; });
+}
+inline unsigned atomicMin(unsigned* at, unsigned v) {
+  return updated(at, [&](unsigned x) { return std::min(x, v); });
+}
+inline unsigned atomicMax(unsigned* at, unsigned v) {
+  return updated(at, [&](unsigned x) { return std::max(x, v); });
+}
+inline void __threadfence() {}
 
 template <class V>
 V __ldcg(const V* at) {
@@ -116,7 +145,14 @@ void __stcs(V* at, V v) {
   *at = v;
 }
 
+template <class V>
+void __stcg(V* at, V v) {
+  *at = v;
+}
+
 inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+inline int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (uint64_t)a * b >> 32; }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
@@ -137,6 +173,9 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline double __ull2double_rn(unsigned long long x) { return (double)x; }
 inline unsigned __float2uint_rz(float x) { return !(x > 0.0f) ? 0u : x >= 0x1p32f ? ~0u : (unsigned)x; }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __log2f(float x) { return log2f(x); }
 inline float normcdfinvf(float p) {
   float low = -40.0f, high = 40.0f;
@@ -179,6 +218,25 @@ inline float __half2float(__half x) {
   const float size = exponent ? ldexpf((float)(fraction | 0x400), (int)exponent - 25) : ldexpf((float)fraction, -24);
   return sign ? -size : size;
 }
+inline __half __float2half_rn(float x) {
+  const unsigned bits = __float_as_uint(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffffu;
+  if (size > 0x7f800000u) return {0x7fff};
+  if (size >= 0x477ff000u) return {(unsigned short)(sign | 0x7c00)};
+  // In units of the last place of the result, to even by the current rounding.
+  const int exponent = std::max((int)(size >> 23) - 127, -14);
+  const unsigned units = (unsigned)nearbyintf(ldexpf(__uint_as_float(size), 10 - exponent));
+  return {(unsigned short)(sign | ((unsigned)(exponent + 14) * 1024 + units))};
+}
+inline unsigned short __half_as_ushort(__half x) { return x.bits; }
+inline __half2 __half2half2(__half x) { return {x, x}; }
+inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+inline __half2 __hadd2(__half2 a, __half2 b) {
+  return __floats2half2_rn(__half2float(a.x) + __half2float(b.x), __half2float(a.y) + __half2float(b.y));
+}
+inline unsigned __hge2_mask(__half2 a, __half2 b) {
+  return (__half2float(a.x) >= __half2float(b.x) ? 0xffffu : 0u) |
+         (__half2float(a.y) >= __half2float(b.y) ? 0xffff0000u : 0u);
+}
 inline float number(__half x) { return __half2float(x); }
 inline float number(__nv_bfloat16 x) { return __bfloat162float(x); }
 // NaN where either is.
@@ -192,11 +250,24 @@ P __hmax2_nan(P a, P b) {
   return {__hmax_nan(a.x, b.x), __hmax_nan(a.y, b.y)};
 }
 
+// The greater, NaN aside.
+template <class H>
+H __hmax(H a, H b) {
+  const float x = number(a), y = number(b);
+  return x != x ? b : y != y ? a : x >= y ? a : b;
+}
+template <class P>
+P __hmax2(P a, P b) {
+  return {__hmax(a.x, b.x), __hmax(a.y, b.y)};
+}
+
 namespace cooperative_groups {
 struct Cluster {
   unsigned block_rank() const { return emulator::rank_in_cluster(); }
   unsigned num_blocks() const { return emulator::blocks_of_cluster(); }
   void sync() const { emulator::cluster_arrive(), emulator::cluster_wait(); }
+  void barrier_arrive() const { emulator::cluster_arrive(); }
+  void barrier_wait() const { emulator::cluster_wait(); }
   template <class V>
   V* map_shared_rank(V* object, unsigned rank) const {
     return (V*)emulator::of_member(object, rank);

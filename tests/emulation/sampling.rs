@@ -1,26 +1,13 @@
-//! The CUDA kernels of sampling without a GPU: compiled by a C++ compiler for an emulator of blocks, warps
-//! and clusters (`tests/emulator`), and compared with the CPU backend, bit by bit.
-//!
-//! It shows what the kernels compute, whatever the order in which warps run and messages come: not what
-//! the device's memory model allows beyond that, nor how long it takes.
+//! Sampling, in each form of its kernels, against the CPU backend.
 
-#![cfg(all(
-    target_os = "linux",
-    any(target_arch = "x86_64", target_arch = "aarch64")
-))]
-
-mod common;
-
+use super::common::{logits, rng, Float, Law, Params, LAWS};
+use super::Emulated;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_topk::sampling::{
     candidates_rows, mask_rows, sample_rows_with_log_probs, Candidates, Mass, Truncation,
 };
-use common::{logits, rng, Float, Law, Params, LAWS};
 use half::{bf16, f16};
 use rand::{rngs::StdRng, Rng};
-use std::io::{Read, Write};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
 /// A form of the kernels: what its .cu files define, and how many blocks may share a row.
 struct Form {
@@ -51,34 +38,13 @@ const CLUSTER: Form = Form {
 };
 
 impl Form {
-    /// Compiles it.
-    fn program(&self) -> PathBuf {
-        let program =
-            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("emulated-{}", self.name));
-        let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/emulator");
-        let status = Command::new(&compiler)
-            // Thread-local memory must lie alike in all threads, and no sum be fused.
-            .args([
-                "-std=c++20",
-                "-O1",
-                "-ffp-contract=off",
-                "-fno-strict-aliasing",
-            ])
-            .args(["-ftls-model=local-exec", "-no-pie", "-pthread", "-w"])
-            .arg("-DCANDLE_TOPK_EMULATOR")
-            .arg(format!("-DFORM_THREADS={}", self.threads))
-            .arg(format!("-DFORM_CANDIDATES={}", self.candidates))
-            .arg(format!("-DFORM_CLUSTER={}", self.clusters[0]))
-            .arg("-I")
-            .arg(root.join("include"))
-            .arg(root.join("sampling.cpp"))
-            .arg("-o")
-            .arg(&program)
-            .status()
-            .unwrap_or_else(|e| panic!("`{compiler}` ($CXX, else c++) can't be run: {e}"));
-        assert!(status.success(), "`{compiler}` did not compile the kernels");
-        program
+    fn start(&self) -> Result<Emulated> {
+        let definitions = [
+            format!("-DFORM_THREADS={}", self.threads),
+            format!("-DFORM_CANDIDATES={}", self.candidates),
+            format!("-DFORM_CLUSTER={}", self.clusters[0]),
+        ];
+        Emulated::start(self.name, "sampling.cpp", &definitions)
     }
 }
 
@@ -89,7 +55,7 @@ enum Op {
     Candidates,
 }
 
-/// A launch: `Case` of tests/emulator/sampling.cpp, and what follows it.
+/// A launch: `Case` of sampling.cpp, and what follows it.
 #[derive(Debug)]
 struct Case {
     op: Op,
@@ -141,8 +107,7 @@ impl Case {
     fn check<T: Float>(
         &self,
         rng: &mut StdRng,
-        to: &mut impl Write,
-        from: &mut impl Read,
+        emulated: &mut Emulated,
         what: &str,
     ) -> Result<Vec<u32>> {
         let rows = self.params.len();
@@ -188,7 +153,7 @@ impl Case {
             bytes.extend(row.iter().flat_map(|x| x.bytes()));
             bytes.extend((0..self.gap).flat_map(|_| T::round(f32::NAN).bytes()));
         }
-        to.write_all(&bytes).and_then(|_| to.flush())?;
+        emulated.say(&bytes)?;
 
         match self.op {
             Op::Mask => {
@@ -196,8 +161,7 @@ impl Case {
                     .flatten_all()?
                     .to_vec1::<T>()?;
                 let want: Vec<u8> = want.into_iter().flat_map(T::bytes).collect();
-                let mut got = vec![0; rows * self.vocab * size_of::<T>()];
-                from.read_exact(&mut got)?;
+                let got = emulated.bytes(rows * self.vocab * size_of::<T>())?;
                 let at = got.iter().zip(&want).position(|(g, w)| g != w);
                 assert_eq!(at.map(|at| at / size_of::<T>()), None, "{what}: the mask");
             }
@@ -206,7 +170,7 @@ impl Case {
                 let (tokens, log_probs) =
                     sample_rows_with_log_probs(&tensor, &draws, &packed, self.mass)?;
                 assert_eq!(
-                    words(from, rows)?,
+                    emulated.words(rows)?,
                     tokens.to_vec1::<u32>()?,
                     "{what}: tokens"
                 );
@@ -215,11 +179,11 @@ impl Case {
                     any(f32::is_nan) | any(|x| x == f32::INFINITY) << 1
                 });
                 assert_eq!(
-                    words(from, rows)?,
+                    emulated.words(rows)?,
                     notes.collect::<Vec<_>>(),
                     "{what}: notes"
                 );
-                check_log_probs(&words(from, rows)?, &log_probs, &what)?;
+                check_log_probs(&emulated.words(rows)?, &log_probs, &what)?;
             }
             Op::Candidates => {
                 let Candidates {
@@ -228,25 +192,18 @@ impl Case {
                     counts,
                 } = candidates_rows(&tensor, &packed, self.mass, CAPACITY)?;
                 assert_eq!(
-                    words(from, rows)?,
+                    emulated.words(rows)?,
                     counts.to_vec1::<u32>()?,
                     "{what}: counts"
                 );
                 let ids = ids.flatten_all()?.to_vec1::<u32>()?;
-                assert_eq!(words(from, rows * CAPACITY)?, ids, "{what}: ids");
-                check_log_probs(&words(from, rows * CAPACITY)?, &log_probs, &what)?;
+                assert_eq!(emulated.words(rows * CAPACITY)?, ids, "{what}: ids");
+                check_log_probs(&emulated.words(rows * CAPACITY)?, &log_probs, &what)?;
             }
         }
-        let counters = words(from, 4 * rows)?;
+        let counters = emulated.words(4 * rows)?;
         Ok(counters.chunks(4).map(|row| row[0]).collect())
     }
-}
-
-fn words(from: &mut impl Read, count: usize) -> Result<Vec<u32>> {
-    let mut bytes = vec![0; 4 * count];
-    from.read_exact(&mut bytes)?;
-    let word = |b: &[u8]| u32::from_ne_bytes([b[0], b[1], b[2], b[3]]);
-    Ok(bytes.chunks(4).map(word).collect())
 }
 
 /// The logarithm is the platform's.
@@ -261,27 +218,20 @@ fn check_log_probs(got: &[u32], want: &Tensor, what: &str) -> Result<()> {
 
 /// Random launches of a form. `routes`: those that rows must have taken, or the test shows too little.
 fn random_launches(form: &Form, cases: usize, routes: &[u32]) -> Result<()> {
-    let mut program = Command::new(form.program())
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()?;
-    let mut to = program.stdin.take().expect("piped");
-    let mut from = program.stdout.take().expect("piped");
+    let mut emulated = form.start()?;
     let rng = &mut rng(90 + form.threads as u64);
     let mut taken = 0;
     for i in 0..cases {
         let case = Case::random(form, rng);
         let what = format!("{} {i}", form.name);
-        let (to, from) = (&mut to, &mut from);
         let routes = match case.dtype {
-            DType::F32 => case.check::<f32>(rng, to, from, &what)?,
-            DType::BF16 => case.check::<bf16>(rng, to, from, &what)?,
-            _ => case.check::<f16>(rng, to, from, &what)?,
+            DType::F32 => case.check::<f32>(rng, &mut emulated, &what)?,
+            DType::BF16 => case.check::<bf16>(rng, &mut emulated, &what)?,
+            _ => case.check::<f16>(rng, &mut emulated, &what)?,
         };
         routes.iter().for_each(|route| taken |= route);
     }
-    drop(to);
-    assert!(program.wait()?.success());
+    emulated.end()?;
     for route in routes {
         assert_eq!(taken & route, *route, "no row took route {route}");
     }

@@ -1,5 +1,5 @@
 // The kernels of sampling, one form of them: FORM_THREADS, FORM_CANDIDATES and FORM_CLUSTER are what the .cu
-// files of the form say. Reads cases and writes what comes of them until the input ends; tests/emulation.rs
+// files of the form say. Reads cases and writes what comes of them until the input ends; sampling.rs
 // says what.
 #include <emulator/runtime.hpp>
 

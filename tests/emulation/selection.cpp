@@ -1,0 +1,79 @@
+// The kernels of selection. Reads cases and writes what comes of them until the input ends;
+// selection.rs says what.
+#include <emulator/runtime.hpp>
+
+constexpr int kThreads = 512;
+#include "../../kernels/selection/block.cuh"
+#include "../../kernels/selection/cluster.cuh"
+#include "../../kernels/selection/exact.cuh"
+#include "../../kernels/selection/short.cuh"
+#include "../../kernels/selection/split.cuh"
+
+enum Mapping { kShort, kBlock, kRowLocal, kSplit, kCluster, kExact };
+
+struct Case {
+  unsigned mapping, dtype, rows, width, pitch, shift, k, order, values, bounds, blocks, capacity, stride, fixed_stride,
+      band, shared_bytes, workspace_words, seed;
+  float margin, deviations;
+};
+
+static bool read(void* to, size_t size) { return fread(to, 1, size, stdin) == size; }
+template <class V>
+static void write(const std::vector<V>& values) {
+  if (fwrite(values.data(), sizeof(V), values.size(), stdout) != values.size()) abort();
+}
+
+template <class T>
+static void run(const Case& c) {
+  // I64 bounds; those of a batch may be told in each of their dtypes.
+  std::vector<long long> bounds(2 * c.rows);
+  const size_t size = (size_t)c.rows * c.pitch;
+  std::vector<T> memory(c.shift + size + 32, from_bits<T>(Bits<T>::kNan));
+  T* scores = reinterpret_cast<T*>(((uintptr_t)memory.data() + 15) / 16 * 16) + c.shift;
+  if (!read(bounds.data(), bounds.size() * sizeof(long long)) || !read(scores, size * sizeof(T))) abort();
+  std::vector<int> narrow(bounds.size());
+  for (size_t i = 0; i < bounds.size(); i++) {
+    narrow[i] = (int)std::min(std::max(bounds[i], (long long)INT32_MIN), (long long)INT32_MAX);
+  }
+  std::vector<unsigned> positions((size_t)c.rows * c.k, 0x55555555), counts(c.rows, 0x55), routes(4 * c.rows);
+  std::vector<float> values(positions.size(), 123.0f);
+  std::vector<unsigned> workspace(c.workspace_words + 16);
+  Request r = {};
+  r.scores = scores, r.pitch = c.pitch, r.positions = positions.data(), r.counts = counts.data();
+  r.values = c.values ? values.data() : nullptr, r.routes = routes.data();
+  r.workspace = reinterpret_cast<unsigned*>(((uintptr_t)workspace.data() + 63) / 64 * 64);
+  r.width = (int)c.width, r.k = (int)c.k, r.capacity = (int)c.capacity, r.stride = (int)c.stride;
+  r.margin = c.margin, r.deviations = c.deviations;
+  r.order = (int)c.order, r.band = (int)c.band, r.fixed_stride = (int)c.fixed_stride, r.blocks = (int)c.blocks;
+  // 0: none, 1: ends alone as I32, 2: both as I64, 3: both as I32.
+  const auto bound = [&](bool end) -> Bound {
+    if (c.bounds == 2) return {bounds.data() + end, 2, kI64};
+    return {narrow.data() + end, 2, kI32};
+  };
+  if (c.bounds >= 2) r.start = bound(false);
+  if (c.bounds >= 1) r.end = bound(true);
+  const auto launch = [&](unsigned teams, unsigned blocks, auto kernel) {
+    emulator::launch(teams, blocks, kThreads, c.shared_bytes, c.seed, kernel);
+  };
+  switch (c.mapping) {
+    case kShort: launch(c.rows, 1, [&] { select_short<T>(r); }); break;
+    case kBlock: launch(c.rows, 1, [&] { select_block<T, false>(r); }); break;
+    case kRowLocal: launch(c.rows, 1, [&] { select_block<T, true>(r); }); break;
+    case kSplit: launch(c.rows * c.blocks, 1, [&] { select_split<T>(r); }); break;
+    case kCluster: launch(c.rows, c.blocks, [&] { select_cluster<T>(r); }); break;
+    case kExact: launch(c.rows, c.blocks, [&] { select_exact<T>(r); }); break;
+    default: abort();
+  }
+  write(counts), write(positions), write(routes);
+  if (c.values) write(values);
+  fflush(stdout);
+}
+
+int main() {
+  Case c;
+  while (read(&c, sizeof(c))) {
+    if (c.dtype == 0) run<float>(c);
+    else if (c.dtype == 1) run<__nv_bfloat16>(c);
+    else run<__half>(c);
+  }
+}
