@@ -263,8 +263,8 @@ __device__ inline uint32_t pair<__nv_bfloat16>(float x, float y) {
   return *reinterpret_cast<uint32_t*>(&two);
 }
 
-// What rounding leaves of two numbers, rounded. Weights of bf16 go in two terms: one alone is off by
-// 2^-9, and shows in rows with few keys. f16 is eight times finer, and one will do.
+// What rounding leaves of two numbers, rounded. Weights of bf16 go in two terms where few keys have
+// the weight: one term alone is off by 2^-9. f16 is eight times finer, and one will do.
 template <typename T>
 struct Terms {
   static constexpr int kCount = 1;
@@ -276,6 +276,13 @@ struct Terms<__nv_bfloat16> {
 __device__ inline uint32_t second_term(float x, float y, uint32_t first) {
   float low = __uint_as_float(first << 16), high = __uint_as_float(first & 0xffff0000u);
   return pair<__nv_bfloat16>(x - low, y - high);
+}
+// Whether so many keys share the weight that one term will do, from the sum of what a row has weighed
+// so far and the sum of its squares. Rounding moves the mean of n values of equal weight, and what
+// spreads likewise, by their size times 2^-10 / sqrt(n). Later keys only make it less.
+__device__ inline bool are_many(float sum, float squares) {
+  constexpr float kMany = 64.f;
+  return kMany * squares <= sum * sum;
 }
 
 // 16 bytes to shared memory, or zeros. The distances are constants.
