@@ -394,23 +394,26 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
       }
       barrier_wait(shared_address(&rest.known[kOwn]), parity);
       uint32_t exists[2] = {rest.exists[kOwn][0], rest.exists[kOwn][1]};
-      float both[2] = {minus_infinity(), minus_infinity()}, scale[2];
+      float both[2], scale[2];
 #pragma unroll
       for (int i = 0; i < 32; i++) s[i] *= r.scale;
       mask(s, exists, lane);
+      // Of each row in two parts, which don't wait for each other.
+      float most[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
-      for (int i = 0; i < 32; i++) both[i / 2 % 2] = greater(both[i / 2 % 2], s[i]);
+      for (int i = 4; i < 32; i++) most[i % 4] = greater(most[i % 4], s[i]);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
+        both[i] = greater(most[2 * i], most[2 * i + 1]);
         both[i] = greater(both[i], __shfl_xor_sync(~0u, both[i], 1));
         both[i] = greater(both[i], __shfl_xor_sync(~0u, both[i], 2));
       }
       if (kOdd) meet(kEvenMax);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        both[i] = greater(both[i], kOdd ? rest.max[row + 8 * i] : max[i]);
-        scale[i] = power(max[i] - reference(both[i]));
-        max[i] = both[i];
+        float now = follow(kOdd ? rest.max[row + 8 * i] : max[i], both[i]);
+        scale[i] = moved(max[i], now);
+        max[i] = now;
       }
       __syncwarp();
       if (lane % 4 == 0) {
@@ -420,25 +423,28 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
       if (kOdd) tell(kOddMax);
       scale_values(o, scale);
       uint32_t p[kTerms][16];
-      float added[2] = {0.f, 0.f}, squared[2] = {0.f, 0.f};
+      float added[4] = {0.f, 0.f, 0.f, 0.f}, squared[4] = {0.f, 0.f, 0.f, 0.f};
+      float against[2] = {reference(max[0]), reference(max[1])};
 #pragma unroll
       for (int i = 0; i < 32; i++) {
-        s[i] = power(s[i] - reference(max[i / 2 % 2]));
-        added[i / 2 % 2] += s[i];
-        if constexpr (kTerms == 2) squared[i / 2 % 2] = __fmaf_rn(s[i], s[i], squared[i / 2 % 2]);
+        s[i] = power(s[i] - against[i / 2 % 2]);
+        added[i % 4] += s[i];
+        if constexpr (kTerms == 2) squared[i % 4] = __fmaf_rn(s[i], s[i], squared[i % 4]);
         if (i % 2 == 1) p[0][i / 2] = pair<T>(s[i - 1], s[i]);
       }
       if (!kOdd) tell(kEvenMax);
       bool few[2] = {false, false};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        added[i] += __shfl_xor_sync(~0u, added[i], 1);
-        added[i] += __shfl_xor_sync(~0u, added[i], 2);
-        sum[i] = __fmaf_rn(sum[i], scale[i], added[i]);
+        float more = added[2 * i] + added[2 * i + 1];
+        more += __shfl_xor_sync(~0u, more, 1);
+        more += __shfl_xor_sync(~0u, more, 2);
+        sum[i] = __fmaf_rn(sum[i], scale[i], more);
         if constexpr (kTerms == 2) {
-          squared[i] += __shfl_xor_sync(~0u, squared[i], 1);
-          squared[i] += __shfl_xor_sync(~0u, squared[i], 2);
-          squares[i] = __fmaf_rn(squares[i], scale[i] * scale[i], squared[i]);
+          more = squared[2 * i] + squared[2 * i + 1];
+          more += __shfl_xor_sync(~0u, more, 1);
+          more += __shfl_xor_sync(~0u, more, 2);
+          squares[i] = __fmaf_rn(squares[i], scale[i] * scale[i], more);
           few[i] = !are_many(sum[i], squares[i]);
         }
       }
@@ -517,7 +523,7 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           float pair_max = rest.max[row + 8 * i];
-          scale[i] = power(max[i] - reference(pair_max));
+          scale[i] = moved(max[i], pair_max);
           max[i] = pair_max;
           sum[i] *= scale[i];
           squares[i] *= scale[i] * scale[i];

@@ -150,21 +150,31 @@ struct Pass {
       if (i % kWords < words) rest.masks[i / kWords][i % kWords] = 0;
     __syncthreads();
     int shift = r.block_shift - 6;
-    // A warp has rows of 32 entries, and lists go on behind each other.
-    for (int64_t first = tid % 32; first < r.width; first += 32) {
-#pragma unroll 4
-      for (int row = tid / 32; row < tile.rows; row += kThreads / 32) {
-        if (!(active >> row & 1) || first >= rest.entries[row]) continue;
-        uint32_t entry =
-            r.positions[(tile.first_row + row) * r.list_row + tile.kv_head * r.list_head + first * r.list_entry];
-        if (entry == kNone) continue;
+    // A warp has 32 entries of a row, of some rows at a time, so that loads don't wait for each other.
+    constexpr int kAtATime = 4, kWarps = kThreads / 32;
+    for (int64_t i = tid % 32; i < r.width; i += 32) {
+      for (int first = tid / 32; first < tile.rows; first += kAtATime * kWarps) {
+        uint32_t entries[kAtATime];
+#pragma unroll
+        for (int t = 0; t < kAtATime; t++) {
+          int row = first + t * kWarps;
+          entries[t] = kNone;
+          if (active >> (row % kRows) & 1 && row < tile.rows && i < rest.entries[row])
+            entries[t] =
+                r.positions[(tile.first_row + row) * r.list_row + tile.kv_head * r.list_head + i * r.list_entry];
+        }
+#pragma unroll
+        for (int t = 0; t < kAtATime; t++) {
+          if (entries[t] == kNone) continue;
+          int row = first + t * kWarps;
 #pragma unroll 1
-        for (int part = 0; part < 1 << shift; part++) {
-          int64_t block = (int64_t(entry) << shift) + part;
-          int64_t bit = block - origin;
-          if (bit >= 0 && bit < 32 * kWords && block * kKeys < rest.ends[row] &&
-              (block + 1) * kKeys > rest.starts[row])
-            atomicOr(&rest.masks[row][bit / 32], 1u << (bit % 32));
+          for (int part = 0; part < 1 << shift; part++) {
+            int64_t block = (int64_t(entries[t]) << shift) + part;
+            int64_t bit = block - origin;
+            if (bit >= 0 && bit < 32 * kWords && block * kKeys < rest.ends[row] &&
+                (block + 1) * kKeys > rest.starts[row])
+              atomicOr(&rest.masks[row][bit / 32], 1u << (bit % 32));
+          }
         }
       }
     }
@@ -320,31 +330,31 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, const Tile& 
     for (int i = 0; i < kNumbers; i++) o[i] = 0.f;
     max[0] = max[1] = minus_infinity();
     sum[0] = sum[1] = squares[0] = squares[1] = 0.f;
-    uint32_t p[kTerms][16];
-    int held = -1;  // the stage whose values `p` weighs
+    uint32_t p[kTerms][16] = {};
+    bool second = false;  // whether there are second terms, which are 0 otherwise
+    int held = -1;        // the stage whose values `p` weighs
 
-    // Whether second terms count for the block that is held. Waited for before products are under way.
+    // Whether second terms count for the block that is held.
     auto counted = [&] {
       if constexpr (kTerms == 1) return false;
       barrier_wait(shared_address(&rest.voted[group]), ballot);
-      uint32_t votes = uniform(*reinterpret_cast<const uint32_t*>(rest.votes[group][ballot]));
+      uint32_t votes = *reinterpret_cast<const uint32_t*>(rest.votes[group][ballot]);
       ballot ^= 1;
       return votes != 0;
     };
     auto weigh = [&](bool both) {
-      uint32_t v = ring + held * M::kStage + M::kTiles * kTile;
+      uint64_t v = operand_in_blocks(uniform(ring + held * M::kStage + M::kTiles * kTile), kTile);
       products_begin();
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        multiply_across<T>(o, p[0][4 * i], p[0][4 * i + 1], p[0][4 * i + 2], p[0][4 * i + 3],
-                           operand_in_blocks(v + i * 2048, kTile));
+        multiply_across<T>(o, p[0][4 * i], p[0][4 * i + 1], p[0][4 * i + 2], p[0][4 * i + 3], further(v, i * 2048));
       if constexpr (kTerms == 2) {
-        if (uniform(int(both))) {
+        if (both) {
           products_begin();
 #pragma unroll
           for (int i = 0; i < 4; i++)
             multiply_across<T>(o, p[1][4 * i], p[1][4 * i + 1], p[1][4 * i + 2], p[1][4 * i + 3],
-                               operand_in_blocks(v + i * 2048, kTile));
+                               further(v, i * 2048));
         }
       }
     };
@@ -380,21 +390,20 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, const Tile& 
             barrier_wait(shared_address(&rest.full[stage]), parity);
             release(stage);
           } else {
-            bool both = held >= 0 && counted();
             barrier_wait(shared_address(&rest.full[stage]), parity);
             fence_async();
-            uint32_t k = ring + stage * M::kStage;
             float s[32];
+            uint64_t q = operand_in_blocks(queries), k = operand_in_blocks(uniform(ring + stage * M::kStage));
             products_begin();
 #pragma unroll
             for (int i = 0; i < 4 * M::kTiles; i++)
-              multiply_64<T>(s, operand_in_blocks(queries + i / 4 * kTile + 32 * (i % 4)),
-                             operand_in_blocks(k + i / 4 * kTile + 32 * (i % 4)), i > 0);
+              multiply_64<T>(s, further(q, i / 4 * kTile + 32 * (i % 4)), further(k, i / 4 * kTile + 32 * (i % 4)),
+                             i > 0);
             products_commit();
             uint64_t exists = rest.exists[stage];
             int64_t block = (chunk * kWords + word) * 32 + bit;
-            bool whole = __all_sync(~0u, exists == ~0ull && (wanted[0] & wanted[1]) >> bit & 1 &&
-                                             block >= whole_from && block < whole_past);
+            bool whole = __all_sync(~0u, exists == ~0ull && wanted[0] & wanted[1] & 1u << bit && block >= whole_from &&
+                                             block < whole_past);
             // What each of the two rows sees of the block.
             uint64_t seen[2] = {~0ull, ~0ull};
             if (!whole) {
@@ -406,64 +415,62 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, const Tile& 
                 seen[i] = wanted[i] >> bit & 1 ? exists & below & above : 0;
               }
             }
-            float scale[2] = {1.f, 1.f};
-            bool few[2] = {false, false};
             if (held >= 0) {
-              weigh(both);
+              weigh(uniform(int(counted())));
               products_commit();
               products_wait_but<1>(s);
             } else {
               products_wait_but<0>(s);
             }
-            if (whole || __any_sync(~0u, (seen[0] | seen[1]) != 0)) {
-              float factor = r.scale;
-              if (!(factor > 0.f)) {
+            if (!whole) {
+              uint64_t own_columns[2] = {seen[0] >> column, seen[1] >> column};
 #pragma unroll
-                for (int i = 0; i < 32; i++) s[i] *= factor;
-                factor = 1.f;
+              for (int i = 0; i < 32; i++)
+                if (!(own_columns[i / 2 % 2] >> (8 * (i / 4) + i % 2) & 1)) s[i] = minus_infinity();
+            }
+            // Of each row in two parts, which don't wait for each other.
+            float most[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+            for (int i = 4; i < 32; i++) most[i % 4] = greater(most[i % 4], s[i]);
+            float scale[2], against[2], added[4] = {0.f, 0.f, 0.f, 0.f}, squared[4] = {0.f, 0.f, 0.f, 0.f};
+            bool few[2] = {false, false};
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              float x = greater(most[2 * i], most[2 * i + 1]);
+              x = greater(x, __shfl_xor_sync(~0u, x, 1));
+              x = greater(x, __shfl_xor_sync(~0u, x, 2)) * r.scale;
+              float now = follow(max[i], x);
+              scale[i] = moved(max[i], now);
+              max[i] = now;
+              against[i] = -reference(max[i]);
+            }
+#pragma unroll
+            for (int i = 0; i < 32; i++) {
+              s[i] = power(__fmaf_rn(s[i], r.scale, against[i / 2 % 2]));
+              added[i % 4] += s[i];
+              if constexpr (kTerms == 2) squared[i % 4] = __fmaf_rn(s[i], s[i], squared[i % 4]);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              float more = added[2 * i] + added[2 * i + 1];
+              more += __shfl_xor_sync(~0u, more, 1);
+              more += __shfl_xor_sync(~0u, more, 2);
+              sum[i] = __fmaf_rn(sum[i], scale[i], more);
+              if constexpr (kTerms == 2) {
+                more = squared[2 * i] + squared[2 * i + 1];
+                more += __shfl_xor_sync(~0u, more, 1);
+                more += __shfl_xor_sync(~0u, more, 2);
+                squares[i] = __fmaf_rn(squares[i], scale[i] * scale[i], more);
+                few[i] = seen[i] != 0 && !are_many(sum[i], squares[i]);
               }
-              if (!whole) {
-                uint64_t own_columns[2] = {seen[0] >> column, seen[1] >> column};
-#pragma unroll
-                for (int i = 0; i < 32; i++)
-                  if (!(own_columns[i / 2 % 2] >> (8 * (i / 4) + i % 2) & 1)) s[i] = minus_infinity();
+            }
+            bool vote = false;
+            if constexpr (kTerms == 2) {
+              vote = __any_sync(~0u, few[0] || few[1]);
+              if (lane == 0) {
+                rest.votes[group][ballot][warp] = vote;
+                barrier_arrive(shared_address(&rest.voted[group]));
               }
-              float both[2] = {s[0], s[2]};
-#pragma unroll
-              for (int i = 0; i < 32; i++) both[i / 2 % 2] = greater(both[i / 2 % 2], s[i]);
-              float reduced[2], added[2] = {0.f, 0.f}, squared[2] = {0.f, 0.f};
-#pragma unroll
-              for (int i = 0; i < 2; i++) {
-                both[i] = greater(both[i], __shfl_xor_sync(~0u, both[i], 1));
-                both[i] = greater(both[i], __shfl_xor_sync(~0u, both[i], 2));
-                both[i] = greater(max[i], both[i] * factor);
-                scale[i] = power(max[i] - reference(both[i]));
-                // To a row that has seen nothing, nothing may happen.
-                if (both[i] == minus_infinity()) scale[i] = 1.f;
-                max[i] = both[i];
-                reduced[i] = -reference(both[i]);
-              }
-#pragma unroll
-              for (int i = 0; i < 32; i++) {
-                s[i] = power(__fmaf_rn(s[i], factor, reduced[i / 2 % 2]));
-                added[i / 2 % 2] += s[i];
-                if constexpr (kTerms == 2) squared[i / 2 % 2] = __fmaf_rn(s[i], s[i], squared[i / 2 % 2]);
-              }
-#pragma unroll
-              for (int i = 0; i < 2; i++) {
-                added[i] += __shfl_xor_sync(~0u, added[i], 1);
-                added[i] += __shfl_xor_sync(~0u, added[i], 2);
-                sum[i] = __fmaf_rn(sum[i], scale[i], added[i]);
-                if constexpr (kTerms == 2) {
-                  squared[i] += __shfl_xor_sync(~0u, squared[i], 1);
-                  squared[i] += __shfl_xor_sync(~0u, squared[i], 2);
-                  squares[i] = __fmaf_rn(squares[i], scale[i] * scale[i], squared[i]);
-                  few[i] = seen[i] != 0 && !are_many(sum[i], squares[i]);
-                }
-              }
-            } else {
-#pragma unroll
-              for (int i = 0; i < 32; i++) s[i] = 0.f;
             }
             products_wait_but<0>(o);
             if (held >= 0) release(held);
@@ -475,20 +482,15 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, const Tile& 
 #pragma unroll
             for (int i = 0; i < 32; i += 2) p[0][i / 2] = pair<T>(s[i], s[i + 1]);
             if constexpr (kTerms == 2) {
-              bool vote = __any_sync(~0u, few[0] || few[1]);
-              if (lane == 0) {
-                rest.votes[group][ballot][warp] = vote;
-                barrier_arrive(shared_address(&rest.voted[group]));
-              }
-              // A term that does not count is 0.
               if (vote) {
 #pragma unroll
                 for (int i = 0; i < 32; i += 2)
                   p[1][i / 2] = few[i / 2 % 2] ? second_term(s[i], s[i + 1], p[0][i / 2]) : 0;
-              } else {
+              } else if (second) {
 #pragma unroll
                 for (int i = 0; i < 16; i++) p[1][i] = 0;
               }
+              second = vote;
             }
           }
           if (++stage == M::kStages) {

@@ -107,6 +107,17 @@ __device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
 // What exponentials are taken relative to: no difference of infinities while nothing is seen.
 __device__ inline float reference(float max) { return max == minus_infinity() ? 0.f : max; }
 
+// What the weights of a row are relative to follows its greatest score from afar, so that most blocks
+// move nothing: weights go to 2^8, which f16 holds, too.
+__device__ inline float follow(float before, float most) {
+  constexpr float kAfar = 8.f;
+  return most <= before + kAfar ? before : greater(before, most);
+}
+// What is multiplied by to become relative to another.
+__device__ inline float moved(float before, float after) {
+  return before == after ? 1.f : power(before - reference(after));
+}
+
 // Sums over what has been merged, of one head, relative to a score that follows the greatest from
 // afar: as long as it stays, parts are added to what there is, and nothing else.
 struct Running {
