@@ -8,9 +8,11 @@
 //    both: its own come from registers, the other's through shared memory.
 // 3. They take turns: the first's maximum goes to the second, whose scores were computed meanwhile,
 //    and comes back as the pair's. Weights that went before are scaled to it.
-// 4. Four warps gather, by asynchronous copies of 16 bytes: two for each block of the pair, a half of
+// 4. Second terms of weights are left out of rows of which many keys share the weight, and their
+//    products where no row of a block has one.
+// 5. Four warps gather, by asynchronous copies of 16 bytes: two for each block of the pair, a half of
 //    the columns at a time, as soon as the half is free.
-// 5. At the end of a segment that is not the last, the block adds its values to what it has so far,
+// 6. At the end of a segment that is not the last, the block adds its values to what it has so far,
 //    which lies in its slot of the workspace.
 
 #pragma once
@@ -56,10 +58,11 @@ struct Rest {
   uint32_t exists[2][2];
   float max[64];
   float sums[2][64];
-  uint32_t rough[2];     // whether weights of a block have second terms that count
+  uint32_t rough[2];     // whether weights of a block have second terms
   uint64_t voted[2];     // whether the warps of a warpgroup have said so
   uint8_t votes[2][2][4];
 };
+static_assert(sizeof(Rest) <= 1024, "Memory::kBytes has as much, and as much again to align it");
 
 // Meetings of the two warpgroups.
 enum Meeting { kEvenMax = 1, kOddMax, kEvenThere, kOddThere, kBoth };

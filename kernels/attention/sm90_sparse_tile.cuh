@@ -10,12 +10,15 @@
 //    none of its rows attends to.
 // 3. A warpgroup asks for the scores of a block before it weighs the values of the one before, so
 //    that the tensor cores have work while it turns scores into weights.
-// 4. A weight of 0 times a value that is not finite is no number. A row whose result is not finite is
+// 4. Second terms of weights are left out of rows of which many keys share the weight, and their
+//    products where no row of a warpgroup has one.
+// 5. A weight of 0 times a value that is not finite is no number. A row whose result is not finite is
 //    computed again, alone, from the keys that it attends to and zeros.
 
 #pragma once
 #include "../common/pipeline.cuh"
 #include "../common/products_across.cuh"
+#include "../common/warp.cuh"
 #include "sparse.cuh"
 
 namespace sparse::tile {
@@ -44,6 +47,8 @@ struct Rest {
   uint64_t active, pending, again;
   int64_t begin, end;       // what the active rows see together
   uint32_t all[2][kWords];  // the masks of a warpgroup's rows together
+  uint32_t listed;          // blocks of a chunk that any row attends to
+  uint16_t list[32 * kWords];  // and which they are: 12 bits, and two for which warpgroups have such rows
   uint32_t masks[kRows][kWords];
 };
 
@@ -188,6 +193,26 @@ struct Pass {
         all |= rest.masks[row][i % kWords];
       rest.all[which][i % kWords] = all;
     }
+    __syncthreads();
+    if (tid < 32) {
+      constexpr int kEach = kWords / 32;
+      uint32_t bits[kEach], count = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; i++) {
+        int word = tid * kEach + i;
+        bits[i] = word < words ? rest.all[0][word] | rest.all[1][word] : 0;
+        count += __popc(bits[i]);
+      }
+      uint32_t past = inclusive_sum(count), at = past - count;
+      if (tid == 31) rest.listed = past;
+#pragma unroll
+      for (int i = 0; i < kEach; i++)
+        for (uint32_t left = bits[i]; left != 0; left &= left - 1) {
+          int word = tid * kEach + i, bit = __ffs(left) - 1;
+          uint32_t whose = (rest.all[0][word] >> bit & 1) | (rest.all[1][word] >> bit & 1) << 1;
+          rest.list[at++] = static_cast<uint16_t>(word * 32 + bit | whose << 12);
+        }
+    }
     // The queries, before the first pass.
     asm volatile("cp.async.wait_all;" ::: "memory");
     fence_async();
@@ -245,43 +270,39 @@ __device__ void gather(const Request& r, uint32_t base, Rest& rest, const Tile& 
     if (pass.active == 0) return;
     for (int64_t chunk = pass.first_chunk(); chunk < pass.chunks; chunk++) {
       pass.mark(r, rest, tile, chunk);
-      int words = pass.words(chunk);
-      for (int word = 0; word < words; word++) {
-        uint32_t bits = rest.all[0][word] | rest.all[1][word];
-        while (bits) {
-          int64_t block = (chunk * kWords + word) * 32 + __ffs(bits) - 1;
-          bits &= bits - 1;
-          barrier_wait(shared_address(&rest.empty[stage]), parity);
-          uint32_t to = ring + stage * M::kStage;
-          int64_t position = block * kKeys;
-          uint32_t exists = 0xffff;
-          bool inside = position >= pass.begin && position + kKeys <= pass.end;
-          int64_t outer = pass.sequence;
-          if (inside && r.page != 0) outer = r.table.get(pass.sequence, uint32_t(position) / uint32_t(r.page));
-          int64_t at = Finder::at(r, r.keys, position, outer);
-          if (plain && inside && at >= 0) {
-            const T* k = keys + at;
-            const T* v = values + Finder::at(r, r.values, position, outer);
+      int listed = static_cast<int>(rest.listed);
+      for (int n = 0; n < listed; n++) {
+        int64_t block = chunk * 32 * kWords + (rest.list[n] & 0xfff);
+        barrier_wait(shared_address(&rest.empty[stage]), parity);
+        uint32_t to = ring + stage * M::kStage;
+        int64_t position = block * kKeys;
+        uint32_t exists = 0xffff;
+        bool inside = position >= pass.begin && position + kKeys <= pass.end;
+        int64_t outer = pass.sequence;
+        if (inside && r.page != 0) outer = r.table.get(pass.sequence, uint32_t(position) / uint32_t(r.page));
+        int64_t at = Finder::at(r, r.keys, position, outer);
+        if (plain && inside && at >= 0) {
+          const T* k = keys + at;
+          const T* v = values + Finder::at(r, r.values, position, outer);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-              fetch<M::kTiles>(to + 512 * i + places[i % 2], reinterpret_cast<const uint16_t*>(k), true, true);
-              fetch<M::kTiles>(to + 512 * i + places[i % 2] + M::kTiles * kTile, reinterpret_cast<const uint16_t*>(v),
-                               true, true);
-              k += 4 * r.keys.token;
-              v += 4 * r.values.token;
-            }
-          } else {
-            exists = gather_singly<T, D>(r, pass, keys, values, position, to, own_warp, lane);
+          for (int i = 0; i < 4; i++) {
+            fetch<M::kTiles>(to + 512 * i + places[i % 2], reinterpret_cast<const uint16_t*>(k), true, true);
+            fetch<M::kTiles>(to + 512 * i + places[i % 2] + M::kTiles * kTile, reinterpret_cast<const uint16_t*>(v),
+                             true, true);
+            k += 4 * r.keys.token;
+            v += 4 * r.values.token;
           }
-          if (lane == 0) {
-            reinterpret_cast<uint16_t*>(&rest.exists[stage])[own_warp] = static_cast<uint16_t>(exists);
-            barrier_arrive(shared_address(&rest.full[stage]));
-          }
-          barrier_arrive_after_copies(shared_address(&rest.full[stage]));
-          if (++stage == M::kStages) {
-            stage = 0;
-            parity ^= 1;
-          }
+        } else {
+          exists = gather_singly<T, D>(r, pass, keys, values, position, to, own_warp, lane);
+        }
+        if (lane == 0) {
+          reinterpret_cast<uint16_t*>(&rest.exists[stage])[own_warp] = static_cast<uint16_t>(exists);
+          barrier_arrive(shared_address(&rest.full[stage]));
+        }
+        barrier_arrive_after_copies(shared_address(&rest.full[stage]));
+        if (++stage == M::kStages) {
+          stage = 0;
+          parity ^= 1;
         }
       }
       __syncthreads();
@@ -374,129 +395,125 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, const Tile& 
 
     for (int64_t chunk = pass.first_chunk(); chunk < pass.chunks; chunk++) {
       pass.mark(r, rest, tile, chunk);
-      int words = pass.words(chunk);
-      for (int word = 0; word < words; word++) {
-        uint32_t mine = uniform(rest.all[group][word]);
-        uint32_t bits = uniform(mine | rest.all[1 - group][word]);
-        uint32_t wanted[2];
+      int listed = uniform(static_cast<int>(rest.listed));
+      for (int n = 0; n < listed; n++) {
+        int entry = uniform(static_cast<int>(rest.list[n])), at = entry & 0xfff;
+        // Whether the two rows attend to it.
+        bool wanted[2];
 #pragma unroll
-        for (int i = 0; i < 2; i++) wanted[i] = takes_part[i] ? rest.masks[own[i]][word] : 0;
-        while (bits) {
-          int bit = __ffs(bits) - 1;
-          bits &= bits - 1;
-          if (!(mine >> bit & 1)) {
-            // The ring may not get round to what is held.
-            finish();
-            barrier_wait(shared_address(&rest.full[stage]), parity);
-            release(stage);
-          } else {
-            barrier_wait(shared_address(&rest.full[stage]), parity);
-            fence_async();
-            float s[32];
-            uint64_t q = operand_in_blocks(queries), k = operand_in_blocks(uniform(ring + stage * M::kStage));
-            products_begin();
+        for (int i = 0; i < 2; i++) wanted[i] = takes_part[i] && rest.masks[own[i]][at / 32] >> (at % 32) & 1;
+        if (!(entry >> (12 + group) & 1)) {
+          // The ring may not get round to what is held.
+          finish();
+          barrier_wait(shared_address(&rest.full[stage]), parity);
+          release(stage);
+        } else {
+          barrier_wait(shared_address(&rest.full[stage]), parity);
+          fence_async();
+          float s[32];
+          uint64_t q = operand_in_blocks(queries), k = operand_in_blocks(uniform(ring + stage * M::kStage));
+          products_begin();
 #pragma unroll
-            for (int i = 0; i < 4 * M::kTiles; i++)
-              multiply_64<T>(s, further(q, i / 4 * kTile + 32 * (i % 4)), further(k, i / 4 * kTile + 32 * (i % 4)),
-                             i > 0);
+          for (int i = 0; i < 4 * M::kTiles; i++)
+            multiply_64<T>(s, further(q, i / 4 * kTile + 32 * (i % 4)), further(k, i / 4 * kTile + 32 * (i % 4)),
+                           i > 0);
+          products_commit();
+          uint64_t exists = rest.exists[stage];
+          int64_t block = chunk * 32 * kWords + at;
+          bool whole = __all_sync(~0u, exists == ~0ull && wanted[0] && wanted[1] && block >= whole_from &&
+                                           block < whole_past);
+          // What each of the two rows sees of the block.
+          uint64_t seen[2] = {~0ull, ~0ull};
+          if (!whole) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              int64_t first = from[i] - block * kKeys, last = past[i] - block * kKeys;
+              uint64_t below = last >= 64 ? ~0ull : last > 0 ? (1ull << last) - 1 : 0;
+              uint64_t above = first <= 0 ? ~0ull : first < 64 ? ~0ull << first : 0;
+              seen[i] = wanted[i] ? exists & below & above : 0;
+            }
+          }
+          if (held >= 0) {
+            weigh(uniform(int(counted())));
             products_commit();
-            uint64_t exists = rest.exists[stage];
-            int64_t block = (chunk * kWords + word) * 32 + bit;
-            bool whole = __all_sync(~0u, exists == ~0ull && wanted[0] & wanted[1] & 1u << bit && block >= whole_from &&
-                                             block < whole_past);
-            // What each of the two rows sees of the block.
-            uint64_t seen[2] = {~0ull, ~0ull};
-            if (!whole) {
+            products_wait_but<1>(s);
+          } else {
+            products_wait_but<0>(s);
+          }
+          if (!whole) {
+            uint64_t own_columns[2] = {seen[0] >> column, seen[1] >> column};
 #pragma unroll
-              for (int i = 0; i < 2; i++) {
-                int64_t first = from[i] - block * kKeys, last = past[i] - block * kKeys;
-                uint64_t below = last >= 64 ? ~0ull : last > 0 ? (1ull << last) - 1 : 0;
-                uint64_t above = first <= 0 ? ~0ull : first < 64 ? ~0ull << first : 0;
-                seen[i] = wanted[i] >> bit & 1 ? exists & below & above : 0;
-              }
-            }
-            if (held >= 0) {
-              weigh(uniform(int(counted())));
-              products_commit();
-              products_wait_but<1>(s);
-            } else {
-              products_wait_but<0>(s);
-            }
-            if (!whole) {
-              uint64_t own_columns[2] = {seen[0] >> column, seen[1] >> column};
+            for (int i = 0; i < 32; i++)
+              if (!(own_columns[i / 2 % 2] >> (8 * (i / 4) + i % 2) & 1)) s[i] = minus_infinity();
+          }
+          // Of each row in two parts, which don't wait for each other.
+          float most[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
-              for (int i = 0; i < 32; i++)
-                if (!(own_columns[i / 2 % 2] >> (8 * (i / 4) + i % 2) & 1)) s[i] = minus_infinity();
-            }
-            // Of each row in two parts, which don't wait for each other.
-            float most[4] = {s[0], s[1], s[2], s[3]};
+          for (int i = 4; i < 32; i++) most[i % 4] = greater(most[i % 4], s[i]);
+          float scale[2], against[2], added[4] = {0.f, 0.f, 0.f, 0.f}, squared[4] = {0.f, 0.f, 0.f, 0.f};
+          bool few[2] = {false, false};
 #pragma unroll
-            for (int i = 4; i < 32; i++) most[i % 4] = greater(most[i % 4], s[i]);
-            float scale[2], against[2], added[4] = {0.f, 0.f, 0.f, 0.f}, squared[4] = {0.f, 0.f, 0.f, 0.f};
-            bool few[2] = {false, false};
+          for (int i = 0; i < 2; i++) {
+            float x = greater(most[2 * i], most[2 * i + 1]);
+            x = greater(x, __shfl_xor_sync(~0u, x, 1));
+            x = greater(x, __shfl_xor_sync(~0u, x, 2)) * r.scale;
+            float now = follow(max[i], x);
+            scale[i] = moved(max[i], now);
+            max[i] = now;
+            against[i] = -reference(max[i]);
+          }
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-              float x = greater(most[2 * i], most[2 * i + 1]);
-              x = greater(x, __shfl_xor_sync(~0u, x, 1));
-              x = greater(x, __shfl_xor_sync(~0u, x, 2)) * r.scale;
-              float now = follow(max[i], x);
-              scale[i] = moved(max[i], now);
-              max[i] = now;
-              against[i] = -reference(max[i]);
-            }
+          for (int i = 0; i < 32; i++) {
+            s[i] = power(__fmaf_rn(s[i], r.scale, against[i / 2 % 2]));
+            added[i % 4] += s[i];
+            if constexpr (kTerms == 2) squared[i % 4] = __fmaf_rn(s[i], s[i], squared[i % 4]);
+          }
 #pragma unroll
-            for (int i = 0; i < 32; i++) {
-              s[i] = power(__fmaf_rn(s[i], r.scale, against[i / 2 % 2]));
-              added[i % 4] += s[i];
-              if constexpr (kTerms == 2) squared[i % 4] = __fmaf_rn(s[i], s[i], squared[i % 4]);
-            }
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-              float more = added[2 * i] + added[2 * i + 1];
+          for (int i = 0; i < 2; i++) {
+            float more = added[2 * i] + added[2 * i + 1];
+            more += __shfl_xor_sync(~0u, more, 1);
+            more += __shfl_xor_sync(~0u, more, 2);
+            sum[i] = __fmaf_rn(sum[i], scale[i], more);
+            if constexpr (kTerms == 2) {
+              more = squared[2 * i] + squared[2 * i + 1];
               more += __shfl_xor_sync(~0u, more, 1);
               more += __shfl_xor_sync(~0u, more, 2);
-              sum[i] = __fmaf_rn(sum[i], scale[i], more);
-              if constexpr (kTerms == 2) {
-                more = squared[2 * i] + squared[2 * i + 1];
-                more += __shfl_xor_sync(~0u, more, 1);
-                more += __shfl_xor_sync(~0u, more, 2);
-                squares[i] = __fmaf_rn(squares[i], scale[i] * scale[i], more);
-                few[i] = seen[i] != 0 && !are_many(sum[i], squares[i]);
-              }
-            }
-            bool vote = false;
-            if constexpr (kTerms == 2) {
-              vote = __any_sync(~0u, few[0] || few[1]);
-              if (lane == 0) {
-                rest.votes[group][ballot][warp] = vote;
-                barrier_arrive(shared_address(&rest.voted[group]));
-              }
-            }
-            products_wait_but<0>(o);
-            if (held >= 0) release(held);
-            held = stage;
-            if (!__all_sync(~0u, scale[0] == 1.f && scale[1] == 1.f)) {
-#pragma unroll
-              for (int i = 0; i < kNumbers; i++) o[i] *= scale[i / 2 % 2];
-            }
-#pragma unroll
-            for (int i = 0; i < 32; i += 2) p[0][i / 2] = pair<T>(s[i], s[i + 1]);
-            if constexpr (kTerms == 2) {
-              if (vote) {
-#pragma unroll
-                for (int i = 0; i < 32; i += 2)
-                  p[1][i / 2] = few[i / 2 % 2] ? second_term(s[i], s[i + 1], p[0][i / 2]) : 0;
-              } else if (second) {
-#pragma unroll
-                for (int i = 0; i < 16; i++) p[1][i] = 0;
-              }
-              second = vote;
+              squares[i] = __fmaf_rn(squares[i], scale[i] * scale[i], more);
+              few[i] = seen[i] != 0 && !are_many(sum[i], squares[i]);
             }
           }
-          if (++stage == M::kStages) {
-            stage = 0;
-            parity ^= 1;
+          bool vote = false;
+          if constexpr (kTerms == 2) {
+            vote = __any_sync(~0u, few[0] || few[1]);
+            if (lane == 0) {
+              rest.votes[group][ballot][warp] = vote;
+              barrier_arrive(shared_address(&rest.voted[group]));
+            }
           }
+          products_wait_but<0>(o);
+          if (held >= 0) release(held);
+          held = stage;
+          if (!__all_sync(~0u, scale[0] == 1.f && scale[1] == 1.f)) {
+#pragma unroll
+            for (int i = 0; i < kNumbers; i++) o[i] *= scale[i / 2 % 2];
+          }
+#pragma unroll
+          for (int i = 0; i < 32; i += 2) p[0][i / 2] = pair<T>(s[i], s[i + 1]);
+          if constexpr (kTerms == 2) {
+            if (vote) {
+#pragma unroll
+              for (int i = 0; i < 32; i += 2)
+                p[1][i / 2] = few[i / 2 % 2] ? second_term(s[i], s[i + 1], p[0][i / 2]) : 0;
+            } else if (second) {
+#pragma unroll
+              for (int i = 0; i < 16; i++) p[1][i] = 0;
+            }
+            second = vote;
+          }
+        }
+        if (++stage == M::kStages) {
+          stage = 0;
+          parity ^= 1;
         }
       }
       __syncthreads();

@@ -274,8 +274,8 @@ __device__ inline uint32_t pair<__nv_bfloat16>(float x, float y) {
   return *reinterpret_cast<uint32_t*>(&two);
 }
 
-// What rounding leaves of two numbers, rounded. Weights of bf16 go in two terms where few keys have
-// the weight: one term alone is off by 2^-9. f16 is eight times finer, and one will do.
+// What rounding leaves of two numbers, rounded. Weights of bf16 go in two terms: one alone is off by
+// 2^-9, and shows in rows with few keys. f16 is eight times finer, and one will do.
 template <typename T>
 struct Terms {
   static constexpr int kCount = 1;
@@ -289,8 +289,9 @@ __device__ inline uint32_t second_term(float x, float y, uint32_t first) {
   return pair<__nv_bfloat16>(x - low, y - high);
 }
 // Whether so many keys share the weight that one term will do, from the sum of what a row has weighed
-// so far and the sum of its squares. Rounding moves the mean of n values of equal weight, and what
-// spreads likewise, by their size times 2^-10 / sqrt(n). Later keys only make it less.
+// so far and the sum of its squares: n equal weights have n times as large a square of the sum.
+// Rounding moves the mean of n values by their size times some 2^-10 / sqrt(n): with 64 no more than
+// rounding the result to bf16 does. Later keys only make it less.
 __device__ inline bool are_many(float sum, float squares) {
   constexpr float kMany = 64.f;
   return kMany * squares <= sum * sum;
