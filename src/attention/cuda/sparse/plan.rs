@@ -354,7 +354,10 @@ mod tests {
             let dims = dims(1, heads, dim, 64, block);
             assert_eq!(kind(&dims, true, of_keys, 0.1, &H200), wanted, "{dims:?}");
             assert_eq!(kind(&dims, true, of_keys, 0.1, &SMALL), small, "{dims:?}");
-            assert!(matches!(kind(&dims, false, of_keys, 0.1, &H200), Kind::Fma(_)));
+            assert!(matches!(
+                kind(&dims, false, of_keys, 0.1, &H200),
+                Kind::Fma(_)
+            ));
             // Tiles take scores times a positive number alone.
             for scale in [0., -0.1, f32::NAN] {
                 let other = kind(&dims, true, of_keys, scale, &H200);
