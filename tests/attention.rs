@@ -160,6 +160,11 @@ fn attention_of_infinities() -> Result<()> {
 }
 
 #[test]
+fn attention_weights() -> Result<()> {
+    cases::attention_weights(DType::F32, 2, &[128, 384], CPU)
+}
+
+#[test]
 fn attention_in_any_order() -> Result<()> {
     cases::attention_in_any_order(CPU)
 }

@@ -104,6 +104,18 @@ fn special_rows() -> Result<()> {
     cases::attention_refusals(&device)
 }
 
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn weights() -> Result<()> {
+    let (device, _guard) = gpu()?;
+    in_both_forms(|| {
+        for dtype in [DType::BF16, DType::F16] {
+            cases::attention_weights(dtype, 40, &[128, 256, 384, 640, 1280, 2560], &device)?;
+        }
+        Ok(())
+    })
+}
+
 /// Sizes that have no kernel of their own, odd ones among them.
 #[test]
 #[ignore = "needs a CUDA GPU"]

@@ -8,9 +8,11 @@
 //    both: its own come from registers, the other's through shared memory.
 // 3. They take turns: the first's maximum goes to the second, whose scores were computed meanwhile,
 //    and comes back as the pair's. Weights that went before are scaled to it.
-// 4. Four warps gather, by asynchronous copies of 16 bytes: two for each block of the pair, a half of
+// 4. Second terms of weights are left out of rows of which many keys share the weight, and their
+//    products where no row of a block has one.
+// 5. Four warps gather, by asynchronous copies of 16 bytes: two for each block of the pair, a half of
 //    the columns at a time, as soon as the half is free.
-// 5. At the end of a segment that is not the last, the block adds its values to what it has so far,
+// 6. At the end of a segment that is not the last, the block adds its values to what it has so far,
 //    which lies in its slot of the workspace.
 
 #pragma once
@@ -56,7 +58,11 @@ struct Rest {
   uint32_t exists[2][2];
   float max[64];
   float sums[2][64];
+  uint32_t rough[2];     // whether weights of a block have second terms
+  uint64_t voted[2];     // whether the warps of a warpgroup have said so
+  uint8_t votes[2][2][4];
 };
+static_assert(sizeof(Rest) <= 1024, "Memory::kBytes has as much, and as much again to align it");
 
 // Meetings of the two warpgroups.
 enum Meeting { kEvenMax = 1, kOddMax, kEvenThere, kOddThere, kBoth };
@@ -192,9 +198,10 @@ __device__ inline void scale_values(float (&o)[128], const float (&scale)[2]) {
   for (int i = 0; i < 128; i++) o[i] *= scale[i / 2 % 2];
 }
 
-// A pair of weights, of all terms, times what its row has been scaled by since.
+// A pair of weights, of all terms, times what its row has been scaled by since. A second term that was
+// left out stays so.
 template <typename T, int kTerms>
-__device__ inline void scale_weights(uint32_t (&p)[kTerms][16], int i, float scale) {
+__device__ inline void scale_weights(uint32_t (&p)[kTerms][16], int i, float scale, bool few) {
   float x, y;
   if constexpr (kTerms == 2) {
     x = __uint_as_float(p[0][i] << 16) + __uint_as_float(p[1][i] << 16);
@@ -207,7 +214,7 @@ __device__ inline void scale_weights(uint32_t (&p)[kTerms][16], int i, float sca
   x *= scale;
   y *= scale;
   p[0][i] = pair<T>(x, y);
-  if constexpr (kTerms == 2) p[1][i] = second_term(x, y, p[0][i]);
+  if constexpr (kTerms == 2) p[1][i] = few ? second_term(x, y, p[0][i]) : 0;
 }
 
 // The weights of a warp's 16 heads to shared memory.
@@ -332,7 +339,7 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
   uint32_t other_values = base + M::kKeys + kOther * M::kBlock + kSide * kLeft * kTile;
   constexpr int kTerms = Terms<T>::kCount;
   int segment_pairs = static_cast<int>(r.segment / kPair);
-  uint32_t parity = 0;
+  uint32_t parity = 0, ballot = 0;
 
   float o[128], s[32];
   auto side_scores = [&](int side, int add) {
@@ -356,7 +363,7 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
   for (int64_t job = blockIdx.x; job < Job::count(r); job += gridDim.x) {
     Job work(r, job);
     Unit unit(r, r.first_unit + work.local);
-    int pairs = work.pairs(r, Finder(r, unit.row, unit.kv_head));
+    int pairs = __shfl_sync(~0u, work.pairs(r, Finder(r, unit.row, unit.kv_head)), 0);
 
     const T* queries = static_cast<const T*>(r.q) + unit.row * r.q_row + unit.first_head * r.q_head;
     for (int i = tid + 128 * kOdd; i < 64 * M::kTiles * 8; i += 256) {
@@ -374,7 +381,7 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
     meet(kBoth);
 
     Running running[2];
-    float max[2] = {minus_infinity(), minus_infinity()}, sum[2] = {0.f, 0.f};
+    float max[2] = {minus_infinity(), minus_infinity()}, sum[2] = {0.f, 0.f}, squares[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < 128; i++) o[i] = 0.f;
     if (!kOdd && pairs > 0) {
@@ -390,24 +397,26 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
       }
       barrier_wait(shared_address(&rest.known[kOwn]), parity);
       uint32_t exists[2] = {rest.exists[kOwn][0], rest.exists[kOwn][1]};
-      float both[2] = {minus_infinity(), minus_infinity()}, scale[2];
+      float both[2], scale[2];
 #pragma unroll
       for (int i = 0; i < 32; i++) s[i] *= r.scale;
       mask(s, exists, lane);
+      // Of each row in two parts, which don't wait for each other.
+      float most[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
-      for (int i = 0; i < 32; i++) both[i / 2 % 2] = greater(both[i / 2 % 2], s[i]);
+      for (int i = 4; i < 32; i++) most[i % 4] = greater(most[i % 4], s[i]);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
+        both[i] = greater(most[2 * i], most[2 * i + 1]);
         both[i] = greater(both[i], __shfl_xor_sync(~0u, both[i], 1));
         both[i] = greater(both[i], __shfl_xor_sync(~0u, both[i], 2));
       }
       if (kOdd) meet(kEvenMax);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        both[i] = greater(both[i], kOdd ? rest.max[row + 8 * i] : max[i]);
-        scale[i] = power(max[i] - reference(both[i]));
-        max[i] = both[i];
-        sum[i] *= scale[i];
+        float now = follow(kOdd ? rest.max[row + 8 * i] : max[i], both[i]);
+        scale[i] = moved(max[i], now);
+        max[i] = now;
       }
       __syncwarp();
       if (lane % 4 == 0) {
@@ -417,34 +426,93 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
       if (kOdd) tell(kOddMax);
       scale_values(o, scale);
       uint32_t p[kTerms][16];
+      float added[4] = {0.f, 0.f, 0.f, 0.f}, squared[4] = {0.f, 0.f, 0.f, 0.f};
+      float against[2] = {reference(max[0]), reference(max[1])};
 #pragma unroll
-      for (int i = 0; i < 32; i += 2) {
-        float from = reference(max[i / 2 % 2]);
-        float x = power(s[i] - from), y = power(s[i + 1] - from);
-        sum[i / 2 % 2] += x + y;
-        p[0][i / 2] = pair<T>(x, y);
-        if constexpr (kTerms == 2) p[1][i / 2] = second_term(x, y, p[0][i / 2]);
+      for (int i = 0; i < 32; i++) {
+        s[i] = power(s[i] - against[i / 2 % 2]);
+        added[i % 4] += s[i];
+        if constexpr (kTerms == 2) squared[i % 4] = __fmaf_rn(s[i], s[i], squared[i % 4]);
+        if (i % 2 == 1) p[0][i / 2] = pair<T>(s[i - 1], s[i]);
       }
       if (!kOdd) tell(kEvenMax);
+      bool few[2] = {false, false};
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float more = added[2 * i] + added[2 * i + 1];
+        more += __shfl_xor_sync(~0u, more, 1);
+        more += __shfl_xor_sync(~0u, more, 2);
+        sum[i] = __fmaf_rn(sum[i], scale[i], more);
+        if constexpr (kTerms == 2) {
+          more = squared[2 * i] + squared[2 * i + 1];
+          more += __shfl_xor_sync(~0u, more, 1);
+          more += __shfl_xor_sync(~0u, more, 2);
+          squares[i] = __fmaf_rn(squares[i], scale[i] * scale[i], more);
+          few[i] = !are_many(sum[i], squares[i]);
+        }
+      }
+      // Second terms, if any row of the block has one.
+      bool rough = false;
+      if constexpr (kTerms == 2) {
+        bool vote = __any_sync(~0u, few[0] || few[1]);
+#pragma unroll
+        for (int i = 0; i < 16; i++) p[1][i] = 0;
+        if (vote) {
+#pragma unroll
+          for (int i = 0; i < 32; i += 2)
+            if (few[i / 2 % 2]) p[1][i / 2] = second_term(s[i], s[i + 1], p[0][i / 2]);
+        }
+        if (lane == 0) {
+          rest.votes[kOdd][ballot][warp] = vote;
+          barrier_arrive(shared_address(&rest.voted[kOdd]));
+        }
+        barrier_wait(shared_address(&rest.voted[kOdd]), ballot);
+        uint32_t votes = *reinterpret_cast<const uint32_t*>(rest.votes[kOdd][ballot]);
+        ballot ^= 1;
+        rough = __shfl_sync(~0u, votes, 0) != 0;
+        if (tid == 0) rest.rough[kOdd] = rough;
+      }
 
       // The own weights, by registers.
-      products_begin();
+      auto weigh_own = [&](int term) {
 #pragma unroll
-      for (int i = 0; i < 4 * kTerms; i++) {
-        const uint32_t* x = &p[i / 4][4 * (i % 4)];
-        multiply_across<T>(o, x[0], x[1], x[2], x[3], operand_in_blocks(own_values + i % 4 * 2048, kTile));
+        for (int i = 0; i < 4; i++) {
+          const uint32_t* x = &p[term][4 * i];
+          multiply_across<T>(o, x[0], x[1], x[2], x[3], operand_in_blocks(own_values + i * 2048, kTile));
+        }
+      };
+      // Those of the other warpgroup.
+      auto weigh_other = [&](int term) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          multiply_across<T>(o, operand_in_blocks(base + M::weights(kOther, term) + 32 * i),
+                             operand_in_blocks(other_values + i * 2048, kTile));
+      };
+      products_begin();
+      weigh_own(0);
+      if constexpr (kTerms == 2) {
+        if (rough) {
+          products_begin();
+          weigh_own(1);
+        }
       }
       products_commit();
       if (kOdd) {
-#pragma unroll
-        for (int term = 0; term < kTerms; term++) store_weights(base + M::weights(1, term), p[term], warp, lane);
+        store_weights(base + M::weights(1, 0), p[0], warp, lane);
+        if constexpr (kTerms == 2) {
+          if (rough) store_weights(base + M::weights(1, 1), p[1], warp, lane);
+        }
         tell(kOddThere);
         meet(kEvenThere);
+        bool other_rough = kTerms == 2 && __shfl_sync(~0u, rest.rough[0], 0);
         products_begin();
-#pragma unroll
-        for (int i = 0; i < 4 * kTerms; i++)
-          multiply_across<T>(o, operand_in_blocks(base + M::weights(0, i / 4) + 32 * (i % 4)),
-                             operand_in_blocks(other_values + i % 4 * 2048, kTile));
+        weigh_other(0);
+        if constexpr (kTerms == 2) {
+          if (other_rough) {
+            products_begin();
+            weigh_other(1);
+          }
+        }
         products_commit();
         products_wait_but<1>();
         free(kOwn);
@@ -458,24 +526,31 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           float pair_max = rest.max[row + 8 * i];
-          scale[i] = power(max[i] - reference(pair_max));
+          scale[i] = moved(max[i], pair_max);
           max[i] = pair_max;
           sum[i] *= scale[i];
+          squares[i] *= scale[i] * scale[i];
         }
         if (!__all_sync(~0u, scale[0] == 1.f && scale[1] == 1.f)) {
 #pragma unroll
-          for (int i = 0; i < 16; i++) scale_weights<T>(p, i, scale[i % 2]);
+          for (int i = 0; i < 16; i++) scale_weights<T>(p, i, scale[i % 2], few[i % 2]);
         }
-#pragma unroll
-        for (int term = 0; term < kTerms; term++) store_weights(base + M::weights(0, term), p[term], warp, lane);
+        store_weights(base + M::weights(0, 0), p[0], warp, lane);
+        if constexpr (kTerms == 2) {
+          if (rough) store_weights(base + M::weights(0, 1), p[1], warp, lane);
+        }
         tell(kEvenThere);
         scale_values(o, scale);
         meet(kOddThere);
+        bool other_rough = kTerms == 2 && __shfl_sync(~0u, rest.rough[1], 0);
         products_begin();
-#pragma unroll
-        for (int i = 0; i < 4 * kTerms; i++)
-          multiply_across<T>(o, operand_in_blocks(base + M::weights(1, i / 4) + 32 * (i % 4)),
-                             operand_in_blocks(other_values + i % 4 * 2048, kTile));
+        weigh_other(0);
+        if constexpr (kTerms == 2) {
+          if (other_rough) {
+            products_begin();
+            weigh_other(1);
+          }
+        }
         products_commit();
         parity ^= 1;
         if (n + 1 < pairs) {
@@ -494,11 +569,8 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
       bool last = n + 1 == pairs;
       if (!last && (n + 1) % segment_pairs != 0) continue;
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
-        sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
+      for (int i = 0; i < 2; i++)
         if (lane % 4 == 0) rest.sums[kOdd][row + 8 * i] = sum[i];
-      }
       meet(kBoth);
 #pragma unroll
       for (int i = 0; i < 2; i++) sum[i] = rest.sums[0][row + 8 * i] + rest.sums[1][row + 8 * i];
@@ -508,6 +580,8 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
 #pragma unroll
       for (int i = 0; i < 2; i++) more[i] = running[i].merge(max[i], sum[i], own[i], other[i]);
       float4* slot = reinterpret_cast<float4*>(r.parts + blockIdx.x * slot_floats(r)) + tid + 128 * kOdd;
+      // One address: the compiler would keep all 32 through the loop, and has no registers for them.
+      asm volatile("" : "+l"(slot));
       bool first = n < segment_pairs;
       bool stays = __all_sync(~0u, own[0] == 1.f && own[1] == 1.f);
       scale_segment(o, other, more);
@@ -524,7 +598,7 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
 #pragma unroll
         for (int i = 0; i < 128; i++) o[i] = 0.f;
         max[0] = max[1] = minus_infinity();
-        sum[0] = sum[1] = 0.f;
+        sum[0] = sum[1] = squares[0] = squares[1] = 0.f;
       }
     }
 
@@ -579,6 +653,7 @@ __device__ void run(const Request& r) {
         barrier_init(shared_address(&rest.free[which][side]), 4);
       }
       barrier_init(shared_address(&rest.known[which]), 2);
+      barrier_init(shared_address(&rest.voted[which]), 4);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async();

@@ -8,12 +8,17 @@
 //    time. Four warps gather the blocks of all masks into a ring; two warpgroups have half of the
 //    rows each, with all heads of the group: 64 rows of a matrix. A warpgroup passes over blocks that
 //    none of its rows attends to.
-// 3. A weight of 0 times a value that is not finite is no number. A row whose result is not finite is
+// 3. A warpgroup asks for the scores of a block before it weighs the values of the one before, so
+//    that the tensor cores have work while it turns scores into weights.
+// 4. Second terms of weights are left out of rows of which many keys share the weight, and their
+//    products where no row of a warpgroup has one.
+// 5. A weight of 0 times a value that is not finite is no number. A row whose result is not finite is
 //    computed again, alone, from the keys that it attends to and zeros.
 
 #pragma once
 #include "../common/pipeline.cuh"
 #include "../common/products_across.cuh"
+#include "../common/warp.cuh"
 #include "sparse.cuh"
 
 namespace sparse::tile {
@@ -35,10 +40,15 @@ struct Memory {
 
 struct Rest {
   uint64_t full[4], empty[4];
-  uint64_t exists[4][4];  // keys of a stage, as four warps have found them
-  int64_t starts[kRows], ends[kRows], sequences[kRows];
+  uint64_t exists[4];     // keys of a stage: 16 bits by each warp that gathers
+  uint64_t voted[2];      // whether the warps of a warpgroup have said if second terms count
+  uint8_t votes[2][2][4];
+  int64_t starts[kRows], ends[kRows], sequences[kRows], entries[kRows];
   uint64_t active, pending, again;
+  int64_t begin, end;       // what the active rows see together
   uint32_t all[2][kWords];  // the masks of a warpgroup's rows together
+  uint32_t listed;          // blocks of a chunk that any row attends to
+  uint16_t list[32 * kWords];  // and which they are: 12 bits, and two for which warpgroups have such rows
   uint32_t masks[kRows][kWords];
 };
 
@@ -63,321 +73,551 @@ __device__ inline void fetch(uint32_t to, const uint16_t* from, bool exists, boo
   }
 }
 
+// What all lanes have, so that the compiler knows.
+template <typename X>
+__device__ inline X uniform(X x) {
+  return __shfl_sync(~0u, x, 0);
+}
+
+// The work of a block of threads.
+struct Tile {
+  int64_t first_row;
+  int kv_head, rows;
+  int half;  // rows of a warpgroup
+
+  __device__ explicit Tile(const Request& r) {
+    int64_t unit = r.first_unit + blockIdx.x;
+    kv_head = static_cast<int>(unit % r.tiles);
+    first_row = unit / r.tiles * r.tile_rows;
+    rows = static_cast<int>(min(int64_t(r.tile_rows), r.rows - first_row));
+    half = (r.tile_rows + 1) / 2;
+  }
+};
+
+// A pass over the keys of some rows.
+struct Pass {
+  uint64_t active;  // its rows; none when all is done
+  int64_t sequence, begin, end, blocks, chunks;
+
+  // All rows of one sequence, or one that is computed again. By all threads.
+  __device__ Pass(const Request& r, Rest& rest) {
+    if (threadIdx.x < 32) {
+      int lane = threadIdx.x;
+      uint64_t pending = rest.pending, again = rest.again, chosen = 0;
+      if (pending) {
+        int64_t first = rest.sequences[__ffsll(pending) - 1];
+        for (int i = 0; i < 2; i++)
+          chosen |= uint64_t(__ballot_sync(~0u, rest.sequences[lane + 32 * i] == first)) << (32 * i);
+        chosen &= pending;
+      } else if (again) {
+        chosen = again & (0 - again);
+      }
+      unsigned long long least = ~0ull >> 1, most = 0;
+      for (int i = lane; i < kRows; i += 32)
+        if (chosen >> i & 1) {
+          least = min(least, static_cast<unsigned long long>(rest.starts[i]));
+          most = max(most, static_cast<unsigned long long>(rest.ends[i]));
+        }
+#pragma unroll
+      for (int lanes = 16; lanes > 0; lanes /= 2) {
+        least = min(least, __shfl_xor_sync(~0u, least, lanes));
+        most = max(most, __shfl_xor_sync(~0u, most, lanes));
+      }
+      __syncwarp();
+      if (lane == 0) {
+        if (pending)
+          rest.pending = pending & ~chosen;
+        else
+          rest.again = again & ~chosen;
+        rest.active = chosen;
+        rest.begin = static_cast<int64_t>(least);
+        rest.end = static_cast<int64_t>(most);
+      }
+    }
+    __syncthreads();
+    active = uniform(rest.active);
+    begin = uniform(rest.begin);
+    end = uniform(rest.end);
+    sequence = active ? uniform(rest.sequences[__ffsll(active) - 1]) : kNowhere;
+    blocks = (r.length + kKeys - 1) / kKeys;
+    chunks = sequence < 0 ? 0 : (min(blocks, (end + kKeys - 1) / kKeys) + 32 * kWords - 1) / (32 * kWords);
+  }
+  __device__ int64_t first_chunk() const { return begin / kKeys / (32 * kWords); }
+  __device__ int words(int64_t chunk) const {
+    return static_cast<int>(min((blocks - chunk * 32 * kWords + 31) / 32, int64_t(kWords)));
+  }
+
+  // The masks of a chunk. By all threads.
+  __device__ void mark(const Request& r, Rest& rest, const Tile& tile, int64_t chunk) const {
+    int tid = threadIdx.x, words = this->words(chunk);
+    int64_t origin = chunk * 32 * kWords;
+    for (int i = tid; i < tile.rows * kWords; i += kThreads)
+      if (i % kWords < words) rest.masks[i / kWords][i % kWords] = 0;
+    __syncthreads();
+    int shift = r.block_shift - 6;
+    // A warp has 32 entries of a row, of some rows at a time, so that loads don't wait for each other.
+    constexpr int kAtATime = 4, kWarps = kThreads / 32;
+    for (int64_t i = tid % 32; i < r.width; i += 32) {
+      for (int first = tid / 32; first < tile.rows; first += kAtATime * kWarps) {
+        uint32_t entries[kAtATime];
+#pragma unroll
+        for (int t = 0; t < kAtATime; t++) {
+          int row = first + t * kWarps;
+          entries[t] = kNone;
+          if (active >> (row % kRows) & 1 && row < tile.rows && i < rest.entries[row])
+            entries[t] =
+                r.positions[(tile.first_row + row) * r.list_row + tile.kv_head * r.list_head + i * r.list_entry];
+        }
+#pragma unroll
+        for (int t = 0; t < kAtATime; t++) {
+          if (entries[t] == kNone) continue;
+          int row = first + t * kWarps;
+#pragma unroll 1
+          for (int part = 0; part < 1 << shift; part++) {
+            int64_t block = (int64_t(entries[t]) << shift) + part;
+            int64_t bit = block - origin;
+            if (bit >= 0 && bit < 32 * kWords && block * kKeys < rest.ends[row] &&
+                (block + 1) * kKeys > rest.starts[row])
+              atomicOr(&rest.masks[row][bit / 32], 1u << (bit % 32));
+          }
+        }
+      }
+    }
+    __syncthreads();
+    for (int i = tid; i < 2 * kWords; i += kThreads) {
+      uint32_t all = 0;
+      int which = i / kWords;
+      if (i % kWords >= words) continue;
+#pragma unroll 8
+      for (int row = which * tile.half; row < min(tile.rows, (which + 1) * tile.half); row++)
+        all |= rest.masks[row][i % kWords];
+      rest.all[which][i % kWords] = all;
+    }
+    __syncthreads();
+    if (tid < 32) {
+      constexpr int kEach = kWords / 32;
+      uint32_t bits[kEach], count = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; i++) {
+        int word = tid * kEach + i;
+        bits[i] = word < words ? rest.all[0][word] | rest.all[1][word] : 0;
+        count += __popc(bits[i]);
+      }
+      uint32_t past = inclusive_sum(count), at = past - count;
+      if (tid == 31) rest.listed = past;
+#pragma unroll
+      for (int i = 0; i < kEach; i++)
+        for (uint32_t left = bits[i]; left != 0; left &= left - 1) {
+          int word = tid * kEach + i, bit = __ffs(left) - 1;
+          uint32_t whose = (rest.all[0][word] >> bit & 1) | (rest.all[1][word] >> bit & 1) << 1;
+          rest.list[at++] = static_cast<uint16_t>(word * 32 + bit | whose << 12);
+        }
+    }
+    // The queries, before the first pass.
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    fence_async();
+    __syncthreads();
+  }
+};
+
+// Sixteen keys and values of a block, of which not all may exist; those that do.
+template <typename T, int D>
+__device__ __noinline__ uint32_t gather_singly(const Request& r, const Pass& pass, const T* keys, const T* values,
+                                               int64_t first, uint32_t to, int own_warp, int lane) {
+  constexpr int kTiles = Memory<D>::kTiles;
+  const T* somewhere = aligned_down(static_cast<const T*>(r.q));
+  // What the pointers have already.
+  int before = own_warp * 16 + lane / 8;
+  uint32_t exists = 0;
+#pragma unroll 1
+  for (int i = 0; i < 4; i++) {
+    int key = before + 4 * i;
+    int64_t position = first + key;
+    if (position < pass.begin || position >= pass.end) position = kNowhere;
+    int64_t outer = pass.sequence;
+    if (position >= 0 && r.page != 0) outer = r.table.get(pass.sequence, uint32_t(position) / uint32_t(r.page));
+    int64_t at = Finder::at(r, r.keys, position, outer);
+    int64_t value_at = Finder::at(r, r.values, position, outer);
+    uint32_t place = to + key * 128 + (((lane % 8) ^ (key & 7)) << 4);
+    const T* k = at >= 0 ? keys + at - before * r.keys.token : somewhere;
+    const T* v = at >= 0 ? values + value_at - before * r.values.token : somewhere;
+    fetch<kTiles>(place, reinterpret_cast<const uint16_t*>(k), at >= 0, r.aligned & 2);
+    fetch<kTiles>(place + kTiles * kTile, reinterpret_cast<const uint16_t*>(v), at >= 0, r.aligned & 4);
+    uint32_t votes = __ballot_sync(~0u, at >= 0);
+    exists |= ((votes & 1) | (votes >> 7 & 2) | (votes >> 14 & 4) | (votes >> 21 & 8)) << 4 * i;
+  }
+  if ((r.aligned & 6) != 6) fence_async();
+  return exists;
+}
+
+// Blocks of keys and values to the ring, by four warps.
+template <typename T, int D>
+__device__ void gather(const Request& r, uint32_t base, Rest& rest, const Tile& tile, int own_warp, int lane) {
+  using M = Memory<D>;
+  // A warp has 16 keys of a block, four at a time.
+  int piece = lane % 8, key = own_warp * 16 + lane / 8;
+  const T* keys = static_cast<const T*>(r.keys.at) + tile.kv_head * r.keys.head + key * r.keys.token + piece * 8;
+  const T* values =
+      static_cast<const T*>(r.values.at) + tile.kv_head * r.values.head + key * r.values.token + piece * 8;
+  uint32_t places[2] = {key * 128u + ((piece ^ (key & 7)) << 4), key * 128u + ((piece ^ (key & 7) ^ 4) << 4)};
+  uint32_t ring = base + M::kRing;
+  // Whether blocks that all rows may see can be copied as they are.
+  bool plain = (r.aligned & 6) == 6 && r.page % kKeys == 0;
+  int stage = 0;
+  uint32_t parity = 1;
+  for (;;) {
+    Pass pass(r, rest);
+    if (pass.active == 0) return;
+    for (int64_t chunk = pass.first_chunk(); chunk < pass.chunks; chunk++) {
+      pass.mark(r, rest, tile, chunk);
+      int listed = static_cast<int>(rest.listed);
+      for (int n = 0; n < listed; n++) {
+        int64_t block = chunk * 32 * kWords + (rest.list[n] & 0xfff);
+        barrier_wait(shared_address(&rest.empty[stage]), parity);
+        uint32_t to = ring + stage * M::kStage;
+        int64_t position = block * kKeys;
+        uint32_t exists = 0xffff;
+        bool inside = position >= pass.begin && position + kKeys <= pass.end;
+        int64_t outer = pass.sequence;
+        if (inside && r.page != 0) outer = r.table.get(pass.sequence, uint32_t(position) / uint32_t(r.page));
+        int64_t at = Finder::at(r, r.keys, position, outer);
+        if (plain && inside && at >= 0) {
+          const T* k = keys + at;
+          const T* v = values + Finder::at(r, r.values, position, outer);
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            fetch<M::kTiles>(to + 512 * i + places[i % 2], reinterpret_cast<const uint16_t*>(k), true, true);
+            fetch<M::kTiles>(to + 512 * i + places[i % 2] + M::kTiles * kTile, reinterpret_cast<const uint16_t*>(v),
+                             true, true);
+            k += 4 * r.keys.token;
+            v += 4 * r.values.token;
+          }
+        } else {
+          exists = gather_singly<T, D>(r, pass, keys, values, position, to, own_warp, lane);
+        }
+        if (lane == 0) {
+          reinterpret_cast<uint16_t*>(&rest.exists[stage])[own_warp] = static_cast<uint16_t>(exists);
+          barrier_arrive(shared_address(&rest.full[stage]));
+        }
+        barrier_arrive_after_copies(shared_address(&rest.full[stage]));
+        if (++stage == M::kStages) {
+          stage = 0;
+          parity ^= 1;
+        }
+      }
+      __syncthreads();
+    }
+    __syncthreads();
+  }
+}
+
+// Half of the rows, by a warpgroup.
+template <typename T, int D>
+__device__ void attend(const Request& r, uint32_t base, Rest& rest, const Tile& tile, int group, int warp, int lane) {
+  using M = Memory<D>;
+  constexpr int kTerms = Terms<T>::kCount;
+  constexpr int kNumbers = D / 2;  // of a thread's values
+  // A thread's two rows of the matrix.
+  int m = warp * 16 + lane / 4;
+  int own[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    int row = group * tile.half + (m + 8 * i) / r.group;
+    own[i] = (m + 8 * i) / r.group < tile.half && row < tile.rows ? row : -1;
+  }
+  int column = lane % 4 * 2;
+  uint32_t queries = base + group * M::kTiles * kTile, ring = base + M::kRing;
+  int stage = 0;
+  uint32_t parity = 0, ballot = 0;
+
+  for (;;) {
+    Pass pass(r, rest);
+    if (pass.active == 0) return;
+    bool alone = (pass.active & (pass.active - 1)) == 0;
+    bool takes_part[2];
+    int64_t from[2], past[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      takes_part[i] = own[i] >= 0 && (pass.active >> own[i] & 1);
+      from[i] = takes_part[i] ? rest.starts[own[i]] : 0;
+      past[i] = takes_part[i] ? rest.ends[own[i]] : 0;
+    }
+    // Blocks that both rows see whole, if they attend to them.
+    int64_t whole_from = (::max(from[0], from[1]) + kKeys - 1) / kKeys;
+    int64_t whole_past = min(past[0], past[1]) / kKeys;
+
+    float o[kNumbers], max[2], sum[2], squares[2];
+#pragma unroll
+    for (int i = 0; i < kNumbers; i++) o[i] = 0.f;
+    max[0] = max[1] = minus_infinity();
+    sum[0] = sum[1] = squares[0] = squares[1] = 0.f;
+    uint32_t p[kTerms][16] = {};
+    bool second = false;  // whether there are second terms, which are 0 otherwise
+    int held = -1;        // the stage whose values `p` weighs
+
+    // Whether second terms count for the block that is held.
+    auto counted = [&] {
+      if constexpr (kTerms == 1) return false;
+      barrier_wait(shared_address(&rest.voted[group]), ballot);
+      uint32_t votes = *reinterpret_cast<const uint32_t*>(rest.votes[group][ballot]);
+      ballot ^= 1;
+      return votes != 0;
+    };
+    auto weigh = [&](bool both) {
+      uint64_t v = operand_in_blocks(uniform(ring + held * M::kStage + M::kTiles * kTile), kTile);
+      products_begin();
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        multiply_across<T>(o, p[0][4 * i], p[0][4 * i + 1], p[0][4 * i + 2], p[0][4 * i + 3], further(v, i * 2048));
+      if constexpr (kTerms == 2) {
+        if (both) {
+          products_begin();
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+            multiply_across<T>(o, p[1][4 * i], p[1][4 * i + 1], p[1][4 * i + 2], p[1][4 * i + 3],
+                               further(v, i * 2048));
+        }
+      }
+    };
+    auto release = [&](int which) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&rest.empty[which]));
+    };
+    auto finish = [&] {
+      if (held < 0) return;
+      counted();
+      weigh(true);
+      products_commit();
+      products_wait_but<0>(o);
+      release(held);
+      held = -1;
+    };
+
+    for (int64_t chunk = pass.first_chunk(); chunk < pass.chunks; chunk++) {
+      pass.mark(r, rest, tile, chunk);
+      int listed = uniform(static_cast<int>(rest.listed));
+      for (int n = 0; n < listed; n++) {
+        int entry = uniform(static_cast<int>(rest.list[n])), at = entry & 0xfff;
+        // Whether the two rows attend to it.
+        bool wanted[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) wanted[i] = takes_part[i] && rest.masks[own[i]][at / 32] >> (at % 32) & 1;
+        if (!(entry >> (12 + group) & 1)) {
+          // The ring may not get round to what is held.
+          finish();
+          barrier_wait(shared_address(&rest.full[stage]), parity);
+          release(stage);
+        } else {
+          barrier_wait(shared_address(&rest.full[stage]), parity);
+          fence_async();
+          float s[32];
+          uint64_t q = operand_in_blocks(queries), k = operand_in_blocks(uniform(ring + stage * M::kStage));
+          products_begin();
+#pragma unroll
+          for (int i = 0; i < 4 * M::kTiles; i++)
+            multiply_64<T>(s, further(q, i / 4 * kTile + 32 * (i % 4)), further(k, i / 4 * kTile + 32 * (i % 4)),
+                           i > 0);
+          products_commit();
+          uint64_t exists = rest.exists[stage];
+          int64_t block = chunk * 32 * kWords + at;
+          bool whole = __all_sync(~0u, exists == ~0ull && wanted[0] && wanted[1] && block >= whole_from &&
+                                           block < whole_past);
+          // What each of the two rows sees of the block.
+          uint64_t seen[2] = {~0ull, ~0ull};
+          if (!whole) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              int64_t first = from[i] - block * kKeys, last = past[i] - block * kKeys;
+              uint64_t below = last >= 64 ? ~0ull : last > 0 ? (1ull << last) - 1 : 0;
+              uint64_t above = first <= 0 ? ~0ull : first < 64 ? ~0ull << first : 0;
+              seen[i] = wanted[i] ? exists & below & above : 0;
+            }
+          }
+          if (held >= 0) {
+            weigh(uniform(int(counted())));
+            products_commit();
+            products_wait_but<1>(s);
+          } else {
+            products_wait_but<0>(s);
+          }
+          if (!whole) {
+            uint64_t own_columns[2] = {seen[0] >> column, seen[1] >> column};
+#pragma unroll
+            for (int i = 0; i < 32; i++)
+              if (!(own_columns[i / 2 % 2] >> (8 * (i / 4) + i % 2) & 1)) s[i] = minus_infinity();
+          }
+          // Of each row in two parts, which don't wait for each other.
+          float most[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+          for (int i = 4; i < 32; i++) most[i % 4] = greater(most[i % 4], s[i]);
+          float scale[2], against[2], added[4] = {0.f, 0.f, 0.f, 0.f}, squared[4] = {0.f, 0.f, 0.f, 0.f};
+          bool few[2] = {false, false};
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            float x = greater(most[2 * i], most[2 * i + 1]);
+            x = greater(x, __shfl_xor_sync(~0u, x, 1));
+            x = greater(x, __shfl_xor_sync(~0u, x, 2)) * r.scale;
+            float now = follow(max[i], x);
+            scale[i] = moved(max[i], now);
+            max[i] = now;
+            against[i] = -reference(max[i]);
+          }
+#pragma unroll
+          for (int i = 0; i < 32; i++) {
+            s[i] = power(__fmaf_rn(s[i], r.scale, against[i / 2 % 2]));
+            added[i % 4] += s[i];
+            if constexpr (kTerms == 2) squared[i % 4] = __fmaf_rn(s[i], s[i], squared[i % 4]);
+          }
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            float more = added[2 * i] + added[2 * i + 1];
+            more += __shfl_xor_sync(~0u, more, 1);
+            more += __shfl_xor_sync(~0u, more, 2);
+            sum[i] = __fmaf_rn(sum[i], scale[i], more);
+            if constexpr (kTerms == 2) {
+              more = squared[2 * i] + squared[2 * i + 1];
+              more += __shfl_xor_sync(~0u, more, 1);
+              more += __shfl_xor_sync(~0u, more, 2);
+              squares[i] = __fmaf_rn(squares[i], scale[i] * scale[i], more);
+              few[i] = seen[i] != 0 && !are_many(sum[i], squares[i]);
+            }
+          }
+          bool vote = false;
+          if constexpr (kTerms == 2) {
+            vote = __any_sync(~0u, few[0] || few[1]);
+            if (lane == 0) {
+              rest.votes[group][ballot][warp] = vote;
+              barrier_arrive(shared_address(&rest.voted[group]));
+            }
+          }
+          products_wait_but<0>(o);
+          if (held >= 0) release(held);
+          held = stage;
+          if (!__all_sync(~0u, scale[0] == 1.f && scale[1] == 1.f)) {
+#pragma unroll
+            for (int i = 0; i < kNumbers; i++) o[i] *= scale[i / 2 % 2];
+          }
+#pragma unroll
+          for (int i = 0; i < 32; i += 2) p[0][i / 2] = pair<T>(s[i], s[i + 1]);
+          if constexpr (kTerms == 2) {
+            if (vote) {
+#pragma unroll
+              for (int i = 0; i < 32; i += 2)
+                p[1][i / 2] = few[i / 2 % 2] ? second_term(s[i], s[i + 1], p[0][i / 2]) : 0;
+            } else if (second) {
+#pragma unroll
+              for (int i = 0; i < 16; i++) p[1][i] = 0;
+            }
+            second = vote;
+          }
+        }
+        if (++stage == M::kStages) {
+          stage = 0;
+          parity ^= 1;
+        }
+      }
+      __syncthreads();
+    }
+    finish();
+
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      bool exists = takes_part[i];
+      int row = exists ? own[i] : 0;
+      int head = tile.kv_head * r.group + (m + 8 * i) % r.group;
+      Running running;
+      running.max = max[i];
+      running.sum = sum[i];
+      float sink = r.sink && exists ? r.sink[head * r.sink_stride] : 0.f;
+      float share = running.share(r.sink != nullptr, sink);
+      T* out = static_cast<T*>(r.out) + (tile.first_row + row) * r.out_row + head * r.out_head;
+      int quarter = lane % 4;
+      bool finite = true;
+#pragma unroll
+      for (int j = 0; j < D / 8; j += 4) {
+        uint32_t x[4], y[4];
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+          float a = running.finished(o[4 * (j + t) + 2 * i], share);
+          float b = running.finished(o[4 * (j + t) + 2 * i + 1], share);
+          finite = finite && isfinite(o[4 * (j + t) + 2 * i]) && isfinite(o[4 * (j + t) + 2 * i + 1]);
+          x[t] = pair<T>(a, b);
+        }
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+          int to = quarter ^ t;
+          uint32_t sent = to == 0 ? x[0] : to == 1 ? x[1] : to == 2 ? x[2] : x[3];
+          uint32_t got = __shfl_xor_sync(~0u, sent, t);
+#pragma unroll
+          for (int u = 0; u < 4; u++)
+            if (u == to) y[u] = got;
+        }
+        T* place = out + 8 * (j + quarter);
+        if (exists && (r.aligned & 8)) {
+          *reinterpret_cast<uint4*>(place) = make_uint4(y[0], y[1], y[2], y[3]);
+        } else if (exists) {
+          uint16_t* single = reinterpret_cast<uint16_t*>(place);
+#pragma unroll
+          for (int t = 0; t < 4; t++) {
+            single[2 * t] = static_cast<uint16_t>(y[t]);
+            single[2 * t + 1] = static_cast<uint16_t>(y[t] >> 16);
+          }
+        }
+      }
+      if (exists && quarter == 0) r.lse[(tile.first_row + row) * r.lse_row + head * r.lse_head] = running.lse();
+      if (exists && !alone && !finite) atomicOr(reinterpret_cast<unsigned long long*>(&rest.again), 1ull << row);
+    }
+    __syncthreads();
+  }
+}
+
 template <typename T, int D>
 __device__ void run(const Request& r) {
   using M = Memory<D>;
-  constexpr int kTerms = Terms<T>::kCount;
   extern __shared__ __align__(16) uint8_t memory[];
   // Rows of matrices are permuted by the lower bits of their address.
   uint32_t start = shared_address(memory), base = (start + 1023) / 1024 * 1024;
   Rest& rest = *reinterpret_cast<Rest*>(memory + (base - start) + M::kRest);
   int tid = threadIdx.x, lane = tid % 32;
-  int group = __shfl_sync(~0u, tid / 128, 0), warp = __shfl_sync(~0u, tid / 32, 0);
+  int group = __shfl_sync(~0u, tid / 128, 0), warp = __shfl_sync(~0u, tid / 32 % 4, 0);
+  Tile tile(r);
 
-  int64_t unit = r.first_unit + blockIdx.x;
-  int kv_head = static_cast<int>(unit % r.tiles);
-  int64_t first_row = unit / r.tiles * r.tile_rows;
-  int rows = static_cast<int>(min(int64_t(r.tile_rows), r.rows - first_row));
-  int half = (r.tile_rows + 1) / 2;  // rows of a warpgroup
-
-  if (tid < rows) {
-    Finder finder(r, first_row + tid, kv_head);
-    bool any = finder.keys > 0;
+  // Queries, of row / group and head % group.
+  const uint16_t* queries =
+      static_cast<const uint16_t*>(r.q) + tile.first_row * r.q_row + tile.kv_head * r.group * r.q_head;
+  for (int i = tid; i < 2 * 64 * 8; i += kThreads) {
+    int which = i / 512, m = i / 8 % 64, piece = i % 8;
+    int row = which * tile.half + m / r.group, head = m % r.group;
+    bool exists = m / r.group < tile.half && row < tile.rows;
+    const uint16_t* from = exists ? queries + row * r.q_row + head * r.q_head + piece * 8 : queries;
+    fetch<M::kTiles>(base + which * M::kTiles * kTile + m * 128 + ((piece ^ (m & 7)) << 4), from, exists,
+                     r.aligned & 1);
+  }
+  if (tid < kRows) {
+    Finder finder(r, tile.first_row + min(tid, tile.rows - 1), tile.kv_head);
     rest.starts[tid] = finder.start;
     rest.ends[tid] = finder.end;
-    rest.sequences[tid] = any ? finder.sequence : kNowhere;
+    rest.entries[tid] = finder.keys >> r.block_shift;
+    rest.sequences[tid] = finder.keys > 0 ? finder.sequence : kNowhere;
   }
   if (tid == 0) {
     for (int i = 0; i < M::kStages; i++) {
       barrier_init(shared_address(&rest.full[i]), 128 + 4);
       barrier_init(shared_address(&rest.empty[i]), 8);
     }
+    for (int i = 0; i < 2; i++) barrier_init(shared_address(&rest.voted[i]), 4);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    rest.pending = rows == 64 ? ~0ull : (1ull << rows) - 1;
+    rest.pending = tile.rows == 64 ? ~0ull : (1ull << tile.rows) - 1;
     rest.again = 0;
   }
-
-  // Queries, of row / group and head % group.
-  const uint16_t* queries = static_cast<const uint16_t*>(r.q) + first_row * r.q_row + kv_head * r.group * r.q_head;
-  for (int i = tid; i < 2 * 64 * 8; i += kThreads) {
-    int which = i / 512, m = i / 8 % 64, piece = i % 8;
-    int row = which * half + m / r.group, head = m % r.group;
-    bool exists = m / r.group < half && row < rows;
-    const uint16_t* from = exists ? queries + row * r.q_row + head * r.q_head + piece * 8 : queries;
-    fetch<M::kTiles>(base + which * M::kTiles * kTile + m * 128 + ((piece ^ (m & 7)) << 4), from, exists,
-                     r.aligned & 1);
-  }
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  fence_async();
   __syncthreads();
 
-  // A consumer's two rows of the matrix.
-  int m = warp % 4 * 16 + lane / 4;
-  int own[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    int row = group * half + (m + 8 * i) / r.group;
-    own[i] = group < 2 && (m + 8 * i) / r.group < half && row < rows ? row : -1;
-  }
-  int stage = 0;
-  uint32_t parity = 0;
-  int64_t blocks = (r.length + kKeys - 1) / kKeys;
-  constexpr int kNumbers = D / 2;  // of a thread's values
-
-  for (;;) {
-    // The rows of this pass: all of one sequence, or one that is computed again.
-    if (tid == 0) {
-      uint64_t active = 0;
-      if (rest.pending) {
-        int64_t sequence = rest.sequences[__ffsll(rest.pending) - 1];
-        for (int i = 0; i < rows; i++)
-          if (rest.pending >> i & 1 && rest.sequences[i] == sequence) active |= 1ull << i;
-        rest.pending &= ~active;
-      } else if (rest.again) {
-        active = 1ull << (__ffsll(rest.again) - 1);
-        rest.again &= ~active;
-      }
-      rest.active = active;
-    }
-    __syncthreads();
-    uint64_t active = rest.active;
-    if (active == 0) break;
-    bool alone = (active & (active - 1)) == 0;
-    int some = __ffsll(active) - 1;
-    int64_t sequence = rest.sequences[some];
-    int64_t begin = rest.starts[some], end = rest.ends[some];
-    for (int i = some + 1; i < rows; i++)
-      if (active >> i & 1) {
-        begin = min(begin, rest.starts[i]);
-        end = max(end, rest.ends[i]);
-      }
-
-    float o[kNumbers], max[2], sum[2];
-#pragma unroll
-    for (int i = 0; i < kNumbers; i++) o[i] = 0.f;
-    max[0] = max[1] = minus_infinity();
-    sum[0] = sum[1] = 0.f;
-
-    int64_t chunks = sequence < 0 ? 0 : (blocks + 32 * kWords - 1) / (32 * kWords);
-    for (int64_t chunk = begin / kKeys / (32 * kWords); chunk < chunks; chunk++) {
-      int64_t origin = chunk * 32 * kWords;
-      if (origin * kKeys >= end) break;
-      int words = static_cast<int>(min((blocks - origin + 31) / 32, int64_t(kWords)));
-      for (int i = tid; i < rows * kWords; i += kThreads)
-        if (i % kWords < words) rest.masks[i / kWords][i % kWords] = 0;
-      __syncthreads();
-      int shift = r.block_shift - 6;
-      for (int row = warp; row < rows; row += kThreads / 32) {
-        if (!(active >> row & 1)) continue;
-        Finder finder(r, first_row + row, kv_head);
-        int64_t entries = finder.keys >> r.block_shift;
-        for (int64_t i = lane; i < entries; i += 32) {
-          uint32_t entry = finder.list[i * r.list_entry];
-          if (entry == kNone) continue;
-          for (int part = 0; part < 1 << shift; part++) {
-            int64_t block = (int64_t(entry) << shift) + part;
-            int64_t bit = block - origin;
-            if (bit >= 0 && bit < 32 * kWords && block * kKeys < finder.end && (block + 1) * kKeys > finder.start)
-              atomicOr(&rest.masks[row][bit / 32], 1u << (bit % 32));
-          }
-        }
-      }
-      __syncthreads();
-      for (int i = tid; i < 2 * kWords; i += kThreads) {
-        uint32_t all = 0;
-        int which = i / kWords;
-        if (i % kWords >= words) continue;
-        for (int row = which * half; row < min(rows, (which + 1) * half); row++)
-          all |= rest.masks[row][i % kWords];
-        rest.all[which][i % kWords] = all;
-      }
-      __syncthreads();
-
-      if (group == 2) {
-        const T* keys = static_cast<const T*>(r.keys.at) + kv_head * r.keys.head;
-        const T* values = static_cast<const T*>(r.values.at) + kv_head * r.values.head;
-        const T* somewhere = aligned_down(static_cast<const T*>(r.q));
-        int piece = lane % 8, sub = lane / 8, own_warp = warp % 4;
-        for (int word = 0; word < words; word++) {
-          uint32_t bits = rest.all[0][word] | rest.all[1][word];
-          while (bits) {
-            int64_t block = origin + word * 32 + __ffs(bits) - 1;
-            bits &= bits - 1;
-            barrier_wait(shared_address(&rest.empty[stage]), parity ^ 1);
-            uint32_t to = base + M::kRing + stage * M::kStage;
-            uint64_t exists = 0;
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-              int key = i * 16 + own_warp * 4 + sub;
-              int64_t position = block * kKeys + key;
-              if (position < begin || position >= end) position = kNowhere;
-              int64_t outer = sequence;
-              if (position >= 0 && r.page != 0)
-                outer = r.table.get(sequence, uint32_t(position) / uint32_t(r.page));
-              int64_t at = Finder::at(r, r.keys, position, outer);
-              int64_t value_at = Finder::at(r, r.values, position, outer);
-              uint32_t place = to + key * 128 + ((piece ^ (key & 7)) << 4);
-              const T* k = at >= 0 ? keys + at + piece * 8 : somewhere;
-              const T* v = at >= 0 ? values + value_at + piece * 8 : somewhere;
-              fetch<M::kTiles>(place, reinterpret_cast<const uint16_t*>(k), at >= 0, r.aligned & 2);
-              fetch<M::kTiles>(place + M::kTiles * kTile, reinterpret_cast<const uint16_t*>(v), at >= 0,
-                               r.aligned & 4);
-              uint32_t votes = __ballot_sync(~0u, at >= 0);
-              uint32_t four = (votes & 1) | (votes >> 7 & 2) | (votes >> 14 & 4) | (votes >> 21 & 8);
-              exists |= uint64_t(four) << (i * 16 + own_warp * 4);
-            }
-            if ((r.aligned & 6) != 6) fence_async();
-            if (lane == 0) {
-              rest.exists[stage][own_warp] = exists;
-              barrier_arrive(shared_address(&rest.full[stage]));
-            }
-            barrier_arrive_after_copies(shared_address(&rest.full[stage]));
-            if (++stage == M::kStages) {
-              stage = 0;
-              parity ^= 1;
-            }
-          }
-        }
-      } else {
-        for (int word = 0; word < words; word++) {
-          uint32_t bits = rest.all[0][word] | rest.all[1][word];
-          uint32_t mine = rest.all[group][word];
-          while (bits) {
-            int bit = __ffs(bits) - 1;
-            bits &= bits - 1;
-            barrier_wait(shared_address(&rest.full[stage]), parity);
-            if (mine >> bit & 1) {
-              fence_async();
-              uint32_t k = base + M::kRing + stage * M::kStage;
-              uint32_t v = k + M::kTiles * kTile;
-              float s[32];
-              products_begin();
-#pragma unroll
-              for (int i = 0; i < 4 * M::kTiles; i++)
-                multiply_64<T>(s, operand_in_blocks(base + (group * M::kTiles + i / 4) * kTile + 32 * (i % 4)),
-                               operand_in_blocks(k + i / 4 * kTile + 32 * (i % 4)), i > 0);
-              products_commit();
-              uint64_t exists =
-                  rest.exists[stage][0] | rest.exists[stage][1] | rest.exists[stage][2] | rest.exists[stage][3];
-              int64_t position = (origin + word * 32 + bit) * kKeys;
-              // What each of the two rows sees of the block.
-              uint64_t seen[2];
-#pragma unroll
-              for (int i = 0; i < 2; i++) {
-                seen[i] = 0;
-                if (own[i] < 0 || !(active >> own[i] & 1) || !(rest.masks[own[i]][word] >> bit & 1)) continue;
-                int64_t from = rest.starts[own[i]] - position;
-                int64_t past = rest.ends[own[i]] - position;
-                uint64_t below = past >= 64 ? ~0ull : past > 0 ? (1ull << past) - 1 : 0;
-                uint64_t above = from <= 0 ? ~0ull : from < 64 ? ~0ull << from : 0;
-                seen[i] = exists & below & above;
-              }
-              products_wait_but<0>(s);
-              bool whole = __all_sync(~0u, (seen[0] & seen[1]) == ~0ull);
-              float both[2] = {max[0], max[1]}, scale[2];
-              int column = lane % 4 * 2;
-#pragma unroll
-              for (int i = 0; i < 32; i++) {
-                s[i] *= r.scale;
-                if (!whole && !(seen[i / 2 % 2] >> (8 * (i / 4) + column + i % 2) & 1)) s[i] = minus_infinity();
-                both[i / 2 % 2] = greater(both[i / 2 % 2], s[i]);
-              }
-#pragma unroll
-              for (int i = 0; i < 2; i++) {
-                both[i] = greater(both[i], __shfl_xor_sync(~0u, both[i], 1));
-                both[i] = greater(both[i], __shfl_xor_sync(~0u, both[i], 2));
-                scale[i] = power(max[i] - reference(both[i]));
-                // To a row that has seen nothing, nothing may happen.
-                if (both[i] == minus_infinity()) scale[i] = 1.f;
-                max[i] = both[i];
-                sum[i] *= scale[i];
-              }
-              if (!__all_sync(~0u, scale[0] == 1.f && scale[1] == 1.f)) {
-#pragma unroll
-                for (int i = 0; i < kNumbers; i++) o[i] *= scale[i / 2 % 2];
-              }
-              uint32_t p[kTerms][16];
-#pragma unroll
-              for (int i = 0; i < 32; i += 2) {
-                float from = reference(max[i / 2 % 2]);
-                float x = power(s[i] - from), y = power(s[i + 1] - from);
-                sum[i / 2 % 2] += x + y;
-                p[0][i / 2] = pair<T>(x, y);
-                if constexpr (kTerms == 2) p[1][i / 2] = second_term(x, y, p[0][i / 2]);
-              }
-              products_begin();
-#pragma unroll
-              for (int i = 0; i < 4 * kTerms; i++) {
-                const uint32_t* x = &p[i / 4][4 * (i % 4)];
-                multiply_across<T>(o, x[0], x[1], x[2], x[3], operand_in_blocks(v + i % 4 * 2048, kTile));
-              }
-              products_commit();
-              products_wait_but<0>(o);
-            }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(shared_address(&rest.empty[stage]));
-            if (++stage == M::kStages) {
-              stage = 0;
-              parity ^= 1;
-            }
-          }
-        }
-      }
-      __syncthreads();
-    }
-
-    if (group < 2) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
-        sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
-        bool exists = own[i] >= 0 && (active >> own[i] & 1);
-        int row = exists ? own[i] : 0;
-        int head = kv_head * r.group + (m + 8 * i) % r.group;
-        Running running;
-        running.max = max[i];
-        running.sum = sum[i];
-        float sink = r.sink && exists ? r.sink[head * r.sink_stride] : 0.f;
-        float share = running.share(r.sink != nullptr, sink);
-        T* out = static_cast<T*>(r.out) + (first_row + row) * r.out_row + head * r.out_head;
-        int quarter = lane % 4;
-        bool finite = true;
-#pragma unroll
-        for (int j = 0; j < D / 8; j += 4) {
-          uint32_t x[4], y[4];
-#pragma unroll
-          for (int t = 0; t < 4; t++) {
-            float a = running.finished(o[4 * (j + t) + 2 * i], share);
-            float b = running.finished(o[4 * (j + t) + 2 * i + 1], share);
-            finite = finite && isfinite(o[4 * (j + t) + 2 * i]) && isfinite(o[4 * (j + t) + 2 * i + 1]);
-            x[t] = pair<T>(a, b);
-          }
-#pragma unroll
-          for (int t = 0; t < 4; t++) {
-            int to = quarter ^ t;
-            uint32_t sent = to == 0 ? x[0] : to == 1 ? x[1] : to == 2 ? x[2] : x[3];
-            uint32_t got = __shfl_xor_sync(~0u, sent, t);
-#pragma unroll
-            for (int u = 0; u < 4; u++)
-              if (u == to) y[u] = got;
-          }
-          T* place = out + 8 * (j + quarter);
-          if (exists && (r.aligned & 8)) {
-            *reinterpret_cast<uint4*>(place) = make_uint4(y[0], y[1], y[2], y[3]);
-          } else if (exists) {
-            uint16_t* single = reinterpret_cast<uint16_t*>(place);
-#pragma unroll
-            for (int t = 0; t < 4; t++) {
-              single[2 * t] = static_cast<uint16_t>(y[t]);
-              single[2 * t + 1] = static_cast<uint16_t>(y[t] >> 16);
-            }
-          }
-        }
-        if (exists && quarter == 0) r.lse[(first_row + row) * r.lse_row + head * r.lse_head] = running.lse();
-        if (exists && !alone && !finite) atomicOr(reinterpret_cast<unsigned long long*>(&rest.again), 1ull << row);
-      }
-    }
-    __syncthreads();
+  if (group < 2) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    attend<T, D>(r, base, rest, tile, group, warp, lane);
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    gather<T, D>(r, base, rest, tile, warp, lane);
   }
 }
 

@@ -107,6 +107,17 @@ __device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
 // What exponentials are taken relative to: no difference of infinities while nothing is seen.
 __device__ inline float reference(float max) { return max == minus_infinity() ? 0.f : max; }
 
+// What the weights of a row are relative to follows its greatest score from afar, so that most blocks
+// move nothing: weights go to 2^8, which f16 holds, too.
+__device__ inline float follow(float before, float most) {
+  constexpr float kAfar = 8.f;
+  return most <= before + kAfar ? before : greater(before, most);
+}
+// What is multiplied by to become relative to another.
+__device__ inline float moved(float before, float after) {
+  return before == after ? 1.f : power(before - reference(after));
+}
+
 // Sums over what has been merged, of one head, relative to a score that follows the greatest from
 // afar: as long as it stays, parts are added to what there is, and nothing else.
 struct Running {
@@ -276,6 +287,14 @@ struct Terms<__nv_bfloat16> {
 __device__ inline uint32_t second_term(float x, float y, uint32_t first) {
   float low = __uint_as_float(first << 16), high = __uint_as_float(first & 0xffff0000u);
   return pair<__nv_bfloat16>(x - low, y - high);
+}
+// Whether so many keys share the weight that one term will do, from the sum of what a row has weighed
+// so far and the sum of its squares: n equal weights have n times as large a square of the sum.
+// Rounding moves the mean of n values by their size times some 2^-10 / sqrt(n): with 64 no more than
+// rounding the result to bf16 does. Later keys only make it less.
+__device__ inline bool are_many(float sum, float squares) {
+  constexpr float kMany = 64.f;
+  return kMany * squares <= sum * sum;
 }
 
 // 16 bytes to shared memory, or zeros. The distances are constants.

@@ -10,6 +10,11 @@ __device__ __forceinline__ uint64_t operand_in_blocks(uint32_t at, uint32_t bloc
   return uint64_t(at >> 4 & 0x3fff) | uint64_t(block >> 4) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 
+// The operand so many bytes further on.
+__device__ __forceinline__ uint64_t further(uint64_t operand, uint32_t bytes) {
+  return (operand & 0xffffffff00000000ull) | (static_cast<uint32_t>(operand) + (bytes >> 4));
+}
+
 // Until all but the newest kNewer groups of products are there.
 template <int kNewer>
 __device__ __forceinline__ void products_wait_but() {

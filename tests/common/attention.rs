@@ -1438,6 +1438,51 @@ pub fn attention_forms(dtype: DType, extras: &[u32], device: &Device) -> Result<
     Ok(())
 }
 
+/// Rows of few keys and of many, among which kernels may round weights differently, and scales of
+/// either sign.
+pub fn attention_weights(
+    dtype: DType,
+    heads: usize,
+    keys: &[usize],
+    device: &Device,
+) -> Result<()> {
+    for (key_dim, value_dim, heads, kv_heads, block) in [
+        (576, None, heads, 1, 1),
+        (64, Some(64), 4, 2, 64),
+        (128, Some(128), 8, 2, 128),
+    ] {
+        for &keys in keys {
+            for scale in [None, Some(0.0), Some(-0.125), Some(0.75)] {
+                // Every scale once is enough.
+                if scale.is_some() && keys != 384 {
+                    continue;
+                }
+                let form = Form {
+                    rows: 1,
+                    length: keys + 200,
+                    heads,
+                    kv_heads,
+                    key_dim,
+                    value_dim,
+                    width: keys / block,
+                    per_head: false,
+                    block,
+                    dtype,
+                };
+                let mut case =
+                    Attended::random(form, Extras::default(), 7300 + keys as u64, device)?;
+                if let Some(scale) = scale {
+                    case.scale = scale;
+                    case.solve()?;
+                }
+                let (out, lse) = case.run(keys, device)?;
+                case.check(&out, &lse, &format!("{form:?}, scale {}", case.scale))?;
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Blocks of keys with so many rows that several share a tile, of one head of a group and of many.
 pub fn attention_of_tiles(dtype: DType, device: &Device) -> Result<()> {
     let mut seed = 7000;

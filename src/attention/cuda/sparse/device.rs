@@ -223,7 +223,14 @@ fn planned(request: &Attend<CudaStorage>) -> Result<(Plan, Props)> {
         None => places.rows_each,
     };
     let values_of_keys = request.values.is_none();
-    let plan = plan::plan(&request.dims, half, values_of_keys, rows_each, &props);
+    let plan = plan::plan(
+        &request.dims,
+        half,
+        values_of_keys,
+        request.scale,
+        rows_each,
+        &props,
+    );
     Ok((plan, props))
 }
 

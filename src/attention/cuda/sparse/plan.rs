@@ -75,7 +75,7 @@ impl Kind {
             Self::Wide => mma(576, 512, false, 1),
             Self::Shared(tiles) => mma(576, 512, true, tiles),
             Self::Latent(key) => 3 * 128 * key + if key > 512 { 1 } else { 4 } * 8192 + 2048,
-            Self::Tile(dim) => 10 * 128 * dim + 35_544 + 1024,
+            Self::Tile(dim) => 10 * 128 * dim + 44_208 + 1024,
         }
     }
 
@@ -125,7 +125,7 @@ pub(super) struct Plan {
 }
 
 /// The kernel for these sizes.
-fn kind(dims: &Dims, half: bool, values_of_keys: bool, props: &Props) -> Kind {
+fn kind(dims: &Dims, half: bool, values_of_keys: bool, scale: f32, props: &Props) -> Kind {
     let (key, value, group) = (dims.key_dim, dims.value_dim, dims.heads / dims.kv_heads);
     let latent = Kind::Latent(key);
     if half
@@ -142,6 +142,8 @@ fn kind(dims: &Dims, half: bool, values_of_keys: bool, props: &Props) -> Kind {
     if half
         && props.sm90
         && dims.block >= 64
+        // Greatest scores are found before they are scaled.
+        && scale > 0.
         && matches!(key, 64 | 128)
         && value == key
         && group <= 64
@@ -180,6 +182,7 @@ pub(super) fn plan(
     dims: &Dims,
     half: bool,
     values_of_keys: bool,
+    scale: f32,
     rows_each: usize,
     props: &Props,
 ) -> Plan {
@@ -191,7 +194,7 @@ pub(super) fn plan(
     /// What a grid can have, and more than any device needs.
     const GRID: usize = 1 << 30;
 
-    let kind = kind(dims, half, values_of_keys, props);
+    let kind = kind(dims, half, values_of_keys, scale, props);
     let (slot_heads, slot_columns) = kind.tile();
     let head_tiles = (dims.heads / dims.kv_heads).div_ceil(slot_heads);
     let column_tiles = dims.value_dim.div_ceil(slot_columns);
@@ -349,9 +352,18 @@ mod tests {
             ([4, 4], [600, 700], 1, false, Kind::Fma(4), Kind::Fma(4)),
         ] {
             let dims = dims(1, heads, dim, 64, block);
-            assert_eq!(kind(&dims, true, of_keys, &H200), wanted, "{dims:?}");
-            assert_eq!(kind(&dims, true, of_keys, &SMALL), small, "{dims:?}");
-            assert!(matches!(kind(&dims, false, of_keys, &H200), Kind::Fma(_)));
+            assert_eq!(kind(&dims, true, of_keys, 0.1, &H200), wanted, "{dims:?}");
+            assert_eq!(kind(&dims, true, of_keys, 0.1, &SMALL), small, "{dims:?}");
+            assert!(matches!(
+                kind(&dims, false, of_keys, 0.1, &H200),
+                Kind::Fma(_)
+            ));
+            // Tiles take scores times a positive number alone.
+            for scale in [0., -0.1, f32::NAN] {
+                let other = kind(&dims, true, of_keys, scale, &H200);
+                assert!(!matches!(other, Kind::Tile(_)));
+                assert!(other == wanted || matches!(wanted, Kind::Tile(_)));
+            }
             assert!(wanted.shared_bytes() <= H200.shared_per_block);
             assert!(small.shared_bytes() <= SMALL.shared_per_block);
         }
@@ -376,7 +388,7 @@ mod tests {
                     {
                         let of = |rows| {
                             let dims = dims(rows, heads, dim, width, block);
-                            plan(&dims, half, of_keys, 0, props)
+                            plan(&dims, half, of_keys, 0.1, 0, props)
                         };
                         let alone = of(1);
                         assert!(alone.segments >= 1 && alone.segments <= 32);
@@ -411,6 +423,7 @@ mod tests {
                 &dims(rows, [128, 1], [576, 512], 2048, 1),
                 true,
                 true,
+                0.1,
                 0,
                 &H200,
             )
@@ -422,6 +435,7 @@ mod tests {
                 &dims(rows, [32, 8], [128, 128], 32, 64),
                 true,
                 false,
+                0.1,
                 each,
                 &H200,
             )
