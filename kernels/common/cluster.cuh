@@ -44,7 +44,8 @@ struct Mail {
                  "r"(bytes)
                  : "memory");
   }
-  // By every thread: until all of it is there. Rounds are counted from 0.
+  // By every thread: until all of it is there. Rounds are counted from 0. It acquires for the block alone: what is
+  // sent lands in our own shared memory, and the cluster's kind would empty L1.
   __device__ __forceinline__ void wait(unsigned round) {
     asm volatile(
         "{\n.reg .pred there;\n"

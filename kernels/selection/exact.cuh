@@ -19,6 +19,8 @@
 
 // Members of a cluster, at most.
 constexpr int kMembers = 16;
+// Up to so many in the K-th's bin are told to all members, each of which ranks its own: a row of 128K has some 300.
+constexpr int kTold = 512;
 static_assert(kMembers == kWarps && kBins == kWarps * 128, "a warp has a part of the histogram, a member one or more");
 
 // What a cluster's members have for each other.
@@ -28,6 +30,7 @@ struct Meeting {
   unsigned tops[kMembers];   // of each part and member: what lies above the part
   u64 parts[kMembers * 32];  // counts from the top down to each bin, four to a word
 };
+static_assert(sizeof(State) + sizeof(Meeting) + 1024 <= 8 << 10, "src/selection/plan.rs plans for as much");
 constexpr unsigned kCountedBytes = kMembers * (32 * sizeof(u64) + sizeof(unsigned));
 
 // Where the K-th best lies.
@@ -242,7 +245,7 @@ struct ExactSelector {
   // but where it is many, or the row is to be in order, all that is selected goes to the finder.
   __device__ __forceinline__ void finish(const Place& place, Meeting& meeting, const Selector<T>& selector) const {
     const bool ordered = request.order != kUnordered, finds = place.finder == rank;
-    const bool few = place.count <= kRanked, told = few && !ordered;
+    const bool few = place.count <= kRanked, told = !ordered && place.count <= kTold;
     const unsigned listed = ordered ? place.above : 0;
     u64* inside = few ? state().ranked : own_list().at() + listed;
     if (threadIdx.x == 0) {

@@ -56,8 +56,10 @@ pub enum Mapping {
     /// A cluster of 2, 4, 8 or 16 blocks a row, that meet in the first one's shared
     /// memory. On devices of compute capability 9.0.
     Cluster(u32),
-    /// A cluster of 2, 4, 8 or 16 blocks a row, which have all of it in their shared memory and count it
-    /// exactly, without a sample. For rows that fit there, on devices of compute capability 9.0.
+    /// A cluster of 2, 4, 8 or 16 blocks a row, which have FP16's rounding of all of it in their shared memory
+    /// and count that exactly, without a sample. Scores whose roundings share the leading 11 bits with the
+    /// K-th best's are read again, one by one; a row that has more than K + 4096 of them, four times or more
+    /// in whole. For rows that fit there, on devices of compute capability 9.0.
     Exact(u32),
 }
 
@@ -82,8 +84,9 @@ pub enum View {
     FixedStride,
 }
 
-/// What differs from the plan that the shape would have. Results do not depend on it. A row that a cluster
-/// would hold on chip is sampled nonetheless where anything about the sample is said.
+/// What differs from the plan that the shape would have. Results do not depend on it. Where anything about the
+/// sample is said, and no mapping, a row that a cluster would hold on chip is sampled nonetheless. A mapping
+/// without a sample takes no notice of what is said about it.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Overrides {
     /// The mapping.
@@ -109,7 +112,8 @@ pub struct PlanRequest {
     pub m: usize,
     /// The width of a row.
     pub n: usize,
-    /// Scores from the start of one row to the next.
+    /// Scores from the start of one row to the next. Rows are taken to begin at boundaries of 16 bytes where
+    /// it is a multiple of them; for a view whose first row begins elsewhere give an odd one.
     pub pitch: usize,
     /// The scores' dtype: F32, F16 or BF16.
     pub dtype: DType,
@@ -295,7 +299,7 @@ fn capacity(k: usize) -> usize {
     k.next_multiple_of(64) + SLACK
 }
 
-/// `Shared` in `kernels/selection/select.cuh`: two histograms, the queues' numbers, the candidates, as many again where
+/// `dynamic` in `kernels/selection/select.cuh`: two histograms, the queues' numbers, the candidates, as many again where
 /// the other blocks of a cluster send theirs, and the order of the selected; in the place of that, the halves of a row
 /// that is held there.
 fn shared_bytes(mapping: Mapping, request: &PlanRequest) -> usize {
@@ -318,7 +322,7 @@ fn halves_bytes(blocks: usize, request: &PlanRequest) -> usize {
     vectors.div_ceil(tile * blocks) * tile * width * 2
 }
 
-/// Static shared memory of `select_exact`, and what a block takes beside, at most.
+/// Static shared memory of `select_exact`, and what a block takes beside, at most: `exact.cuh` checks it.
 const BESIDE: usize = 8 << 10;
 
 /// Whether a cluster of so many blocks holds a row, with `each` blocks to a multiprocessor.
@@ -339,14 +343,18 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
         Mapping::Cluster(2 | 4 | 8 | 16) | Mapping::Exact(2 | 4 | 8 | 16)
             if blocks > device.cluster =>
         {
-            bail!(
-                "{OP}: a cluster of {blocks} blocks is planned, the device has clusters of up to {}",
-                device.cluster
-            )
+            match device.cluster {
+                0 => bail!("{OP}: a cluster of {blocks} blocks is planned, the device has no clusters"),
+                most => bail!(
+                    "{OP}: a cluster of {blocks} blocks is planned, the device has clusters of up to {most}"
+                ),
+            }
         }
         Mapping::Exact(2 | 4 | 8 | 16) if !is_held(blocks, 1, request) => bail!(
-            "{OP}: rows of {} scores are planned to be held by clusters of {blocks} blocks, which have no room for them",
-            request.n
+            "{OP}: rows of {} scores are planned to be held by clusters of {blocks} blocks, each of which needs {} bytes of shared memory for them, the device has {}",
+            request.n,
+            shared_bytes(mapping, request) + BESIDE,
+            device.shared_per_block
         ),
         Mapping::Split(2 | 4 | 8 | 16)
         | Mapping::Cluster(2 | 4 | 8 | 16)
@@ -407,6 +415,9 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
 // them takes as long as reading them, an atomic of shared memory being nine cycles of a multiprocessor, but there is no
 // sample to wait for.
 
+/// Of scores that are spread evenly from 0 up, one in so many has its rounding's leading bits in common with the K-th
+/// best. Rows of which that is more than the list takes would be read again and again.
+const EVEN: usize = 64;
 /// The shortest part of a row that is worth a block of its own.
 const SLICE: usize = 4096;
 /// The longest F32 row of which two blocks, beside two of another on their multiprocessors, are faster than one alone.
@@ -443,7 +454,8 @@ fn mapping(request: &PlanRequest) -> Mapping {
         let fits = |blocks: &usize| blocks * m <= room(blocks) && slices(blocks);
         if let Some(blocks) = [16, 8, 4, 2].into_iter().find(fits) {
             let blocks = blocks.min(device.cluster);
-            return match !sampled && is_held(blocks, 1, request) {
+            let even = n / EVEN <= capacity(request.k);
+            return match !sampled && even && is_held(blocks, 1, request) {
                 true => Mapping::Exact(blocks as u32),
                 false => Mapping::Cluster(blocks as u32),
             };
@@ -547,6 +559,8 @@ mod tests {
         assert_eq!(h200(64, 131_072)?, Mapping::Exact(2));
         assert_eq!(h200(128, 32_768)?, Mapping::Exact(2));
         assert_eq!(h200(64, 262_144)?, Mapping::Cluster(2));
+        // An even law would fill the bin of the K-th beyond what a list takes.
+        assert_eq!(h200(1, 1 << 20)?, Mapping::Cluster(16));
         let sampled = plan(&PlanRequest {
             overrides: Overrides {
                 stride: Some(1),

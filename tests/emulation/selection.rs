@@ -38,6 +38,8 @@ impl Case {
         let width = match rng.random_range(0..4) {
             0 => rng.random_range(1..600),
             1 => any(rng, &[2048, 4095, 4096, 4097, 8191, 8192, 8193]),
+            // More than one round of a cluster's tiles.
+            2 if matches!(mapping, Mapping::Exact(_)) => rng.random_range(100_000..700_000),
             _ => rng.random_range(600..30_000),
         };
         let dtype = [DType::F32, DType::F32, DType::BF16, DType::F16][rng.random_range(0..4)];
