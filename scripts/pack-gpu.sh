@@ -65,7 +65,8 @@ for line in sys.stdin:
     message = json.loads(line)
     if message["reason"] == "compiler-artifact" and message["executable"] and message["target"]["kind"][0] in kinds:
         target = message["target"]
-        print("lib" if "lib" in target["kind"] else target["name"], message["executable"])
+        # The emulation of kernels needs a compiler and its sources, and no GPU.
+        if target["name"] != "emulation": print("lib" if "lib" in target["kind"] else target["name"], message["executable"])
 ' "$1"
 }
 

@@ -115,8 +115,8 @@ struct Softmax {
     const unsigned bits = __float_as_uint(w);
     const u64 fraction = (bits & 0x7fffffu) | 0x800000u;
     const int shift = (int)(bits >> 23) - (127 + 23 - 62);
-    const u64 mass = shift >= 0 ? fraction << shift : fraction >> -shift;
-    return w > 0.0f ? mass : 0;
+    if (!(w > 0.0f)) return 0;
+    return shift >= 0 ? fraction << shift : fraction >> -shift;
   }
 
   // The log-probability of a logit in a set whose mass has this logarithm.

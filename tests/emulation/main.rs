@@ -1,8 +1,9 @@
 //! The CUDA kernels of sampling and selection without a GPU: compiled by a C++ compiler for an emulator of
-//! blocks, warps and clusters (`include/emulator`), and compared with the CPU backend or a sort, bit by bit.
+//! blocks, warps and clusters (`include/emulator`), and compared with the CPU backend or a sort.
 //!
-//! It shows what the kernels compute, whatever the order in which warps run and messages come: not what
-//! the device's memory model allows beyond that, nor how long it takes.
+//! It shows what the kernels compute, whatever the order in which warps and blocks run. Threads change at
+//! steps of a warp and at barriers alone, messages arrive at once, and functions of the device that are
+//! approximate are exact: what else the device may do, it does not show, nor how long anything takes.
 
 #![cfg(all(
     target_os = "linux",
@@ -33,7 +34,10 @@ impl Emulated {
             Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
         let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/emulation");
-        let status = Command::new(&compiler)
+        // It may say more than a name.
+        let mut said = compiler.split_whitespace();
+        let status = Command::new(said.next().unwrap_or("c++"))
+            .args(said)
             // Thread-local memory must lie alike in all threads, and no sum be fused.
             .args([
                 "-std=c++20",
@@ -65,26 +69,40 @@ impl Emulated {
         })
     }
 
-    fn say(&mut self, bytes: &[u8]) -> Result<()> {
+    /// Gives it a case; `what` it is, its failure will say.
+    fn say(&mut self, bytes: &[u8], what: &str) {
         let to = self.to.as_mut().expect("open until the end");
-        to.write_all(bytes)?;
-        Ok(to.flush()?)
+        let said = to.write_all(bytes).and_then(|_| to.flush());
+        said.unwrap_or_else(|_| self.fail(what));
     }
 
-    fn bytes(&mut self, count: usize) -> Result<Vec<u8>> {
+    fn bytes(&mut self, count: usize, what: &str) -> Vec<u8> {
         let mut bytes = vec![0; count];
-        self.from.read_exact(&mut bytes)?;
-        Ok(bytes)
+        let read = self.from.read_exact(&mut bytes);
+        read.unwrap_or_else(|_| self.fail(what));
+        bytes
     }
 
-    fn words(&mut self, count: usize) -> Result<Vec<u32>> {
+    fn words(&mut self, count: usize, what: &str) -> Vec<u32> {
         let word = |b: &[u8]| u32::from_ne_bytes([b[0], b[1], b[2], b[3]]);
-        Ok(self.bytes(4 * count)?.chunks(4).map(word).collect())
+        self.bytes(4 * count, what).chunks(4).map(word).collect()
+    }
+
+    fn fail(&mut self, what: &str) -> ! {
+        panic!("{what}: the emulator ended ({:?})", self.program.wait())
     }
 
     fn end(mut self) -> Result<()> {
         self.to = None;
         assert!(self.program.wait()?.success(), "the emulator failed");
         Ok(())
+    }
+}
+
+impl Drop for Emulated {
+    fn drop(&mut self) {
+        // After a failure it may still be at work.
+        let _ = self.program.kill();
+        let _ = self.program.wait();
     }
 }

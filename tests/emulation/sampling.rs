@@ -153,7 +153,7 @@ impl Case {
             bytes.extend(row.iter().flat_map(|x| x.bytes()));
             bytes.extend((0..self.gap).flat_map(|_| T::round(f32::NAN).bytes()));
         }
-        emulated.say(&bytes)?;
+        emulated.say(&bytes, &what);
 
         match self.op {
             Op::Mask => {
@@ -161,7 +161,7 @@ impl Case {
                     .flatten_all()?
                     .to_vec1::<T>()?;
                 let want: Vec<u8> = want.into_iter().flat_map(T::bytes).collect();
-                let got = emulated.bytes(rows * self.vocab * size_of::<T>())?;
+                let got = emulated.bytes(rows * self.vocab * size_of::<T>(), &what);
                 let at = got.iter().zip(&want).position(|(g, w)| g != w);
                 assert_eq!(at.map(|at| at / size_of::<T>()), None, "{what}: the mask");
             }
@@ -170,7 +170,7 @@ impl Case {
                 let (tokens, log_probs) =
                     sample_rows_with_log_probs(&tensor, &draws, &packed, self.mass)?;
                 assert_eq!(
-                    emulated.words(rows)?,
+                    emulated.words(rows, &what),
                     tokens.to_vec1::<u32>()?,
                     "{what}: tokens"
                 );
@@ -179,11 +179,11 @@ impl Case {
                     any(f32::is_nan) | any(|x| x == f32::INFINITY) << 1
                 });
                 assert_eq!(
-                    emulated.words(rows)?,
+                    emulated.words(rows, &what),
                     notes.collect::<Vec<_>>(),
                     "{what}: notes"
                 );
-                check_log_probs(&emulated.words(rows)?, &log_probs, &what)?;
+                check_log_probs(&emulated.words(rows, &what), &log_probs, &what)?;
             }
             Op::Candidates => {
                 let Candidates {
@@ -192,16 +192,16 @@ impl Case {
                     counts,
                 } = candidates_rows(&tensor, &packed, self.mass, CAPACITY)?;
                 assert_eq!(
-                    emulated.words(rows)?,
+                    emulated.words(rows, &what),
                     counts.to_vec1::<u32>()?,
                     "{what}: counts"
                 );
                 let ids = ids.flatten_all()?.to_vec1::<u32>()?;
-                assert_eq!(emulated.words(rows * CAPACITY)?, ids, "{what}: ids");
-                check_log_probs(&emulated.words(rows * CAPACITY)?, &log_probs, &what)?;
+                assert_eq!(emulated.words(rows * CAPACITY, &what), ids, "{what}: ids");
+                check_log_probs(&emulated.words(rows * CAPACITY, &what), &log_probs, &what)?;
             }
         }
-        let counters = emulated.words(4 * rows)?;
+        let counters = emulated.words(4 * rows, &what);
         Ok(counters.chunks(4).map(|row| row[0]).collect())
     }
 }

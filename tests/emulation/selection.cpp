@@ -45,21 +45,22 @@ static void run(const Case& c) {
   r.width = (int)c.width, r.k = (int)c.k, r.capacity = (int)c.capacity, r.stride = (int)c.stride;
   r.margin = c.margin, r.deviations = c.deviations;
   r.order = (int)c.order, r.band = (int)c.band, r.fixed_stride = (int)c.fixed_stride, r.blocks = (int)c.blocks;
-  // 0: none, 1: ends alone as I32, 2: both as I64, 3: both as I32.
+  // 0: none, 1: ends alone as I32, 2: both as I64, 3: both as I32, 4: both as U32, of which those from 2^31 up
+  // are negative numbers.
   const auto bound = [&](bool end) -> Bound {
     if (c.bounds == 2) return {bounds.data() + end, 2, kI64};
-    return {narrow.data() + end, 2, kI32};
+    return {narrow.data() + end, 2, c.bounds == 4 ? kU32 : kI32};
   };
   if (c.bounds >= 2) r.start = bound(false);
   if (c.bounds >= 1) r.end = bound(true);
-  const auto launch = [&](unsigned teams, unsigned blocks, auto kernel) {
-    emulator::launch(teams, blocks, kThreads, c.shared_bytes, c.seed, kernel);
+  const auto launch = [&](unsigned teams, unsigned blocks, auto kernel, bool at_once = false) {
+    emulator::launch(teams, blocks, kThreads, c.shared_bytes, c.seed, kernel, at_once);
   };
   switch (c.mapping) {
     case kShort: launch(c.rows, 1, [&] { select_short<T>(r); }); break;
     case kBlock: launch(c.rows, 1, [&] { select_block<T, false>(r); }); break;
     case kRowLocal: launch(c.rows, 1, [&] { select_block<T, true>(r); }); break;
-    case kSplit: launch(c.rows * c.blocks, 1, [&] { select_split<T>(r); }); break;
+    case kSplit: launch(c.rows * c.blocks, 1, [&] { select_split<T>(r); }, true); break;
     case kCluster: launch(c.rows, c.blocks, [&] { select_cluster<T>(r); }); break;
     case kExact: launch(c.rows, c.blocks, [&] { select_exact<T>(r); }); break;
     default: abort();

@@ -9,6 +9,7 @@ use candle_topk::selection::{
 };
 use half::{bf16, f16};
 use rand::{rngs::StdRng, Rng};
+use std::collections::BTreeSet;
 
 /// A launch: `Case` of selection.cpp, and what follows it.
 #[derive(Debug)]
@@ -73,7 +74,7 @@ impl Case {
             },
         })
         .ok()?;
-        let bounds = rng.random_range(0..4);
+        let bounds = rng.random_range(0..5);
         let rows: Vec<_> = (0..2)
             .map(|_| {
                 let n = width as i64;
@@ -109,7 +110,7 @@ impl Case {
         })
     }
 
-    fn check<T: Float>(&self, rng: &mut StdRng, emulated: &mut Emulated, what: &str) -> Result<()> {
+    fn check<T: Float>(&self, rng: &mut StdRng, emulated: &mut Emulated, what: &str) -> Vec<u32> {
         let what = format!("{what}: {self:?}");
         let (m, k) = (self.rows.len(), self.k);
         let rows: Vec<Vec<T>> = self
@@ -167,13 +168,13 @@ impl Case {
             bytes.extend(row.iter().flat_map(|x| x.bytes()));
             bytes.extend((0..self.gap).flat_map(|_| T::round(1e9).bytes()));
         }
-        emulated.say(&bytes)?;
+        emulated.say(&bytes, &what);
 
-        let counts = emulated.words(m)?;
-        let positions = emulated.words(m * k)?;
-        let _routes = emulated.words(4 * m)?;
+        let counts = emulated.words(m, &what);
+        let positions = emulated.words(m * k, &what);
+        let routes = emulated.words(4 * m, &what);
         let values = match self.values {
-            true => emulated.words(m * k)?,
+            true => emulated.words(m * k, &what),
             false => vec![],
         };
         for (r, (row, [start, end])) in rows.iter().zip(&self.rows).enumerate() {
@@ -185,6 +186,9 @@ impl Case {
             let (own, rest) = positions[r * k..][..k].split_at(wanted.len());
             assert!(rest.iter().all(|&p| p == u32::MAX), "{what}, row {r}: rest");
             if self.values {
+                let beyond = &values[r * k..][wanted.len()..k];
+                let none = f32::NEG_INFINITY.to_bits();
+                assert!(beyond.iter().all(|&v| v == none), "{what}, row {r}: rest");
                 let own_values = &values[r * k..][..wanted.len()];
                 for (&position, &value) in own.iter().zip(own_values) {
                     let (x, value) = (wide[position as usize], f32::from_bits(value));
@@ -202,54 +206,84 @@ impl Case {
             let at = own.iter().zip(&wanted).position(|(g, w)| g != w);
             assert_eq!(at, None, "{what}, row {r}");
         }
-        Ok(())
+        routes.chunks(4).map(|row| row[0]).collect()
     }
 }
 
-fn random_launches(name: &str, mappings: &[Mapping], cases: usize) -> Result<()> {
+/// `routes`: those that rows must have taken, or the test shows too little.
+fn random_launches(
+    seed: u64,
+    name: &str,
+    mappings: &[Mapping],
+    cases: usize,
+    routes: &[u32],
+) -> Result<()> {
     let mut emulated = Emulated::start(&format!("select-{name}"), "selection.cpp", &[])?;
-    let rng = &mut rng(700 + name.len() as u64);
-    let mut done = 0;
+    let rng = &mut rng(seed);
+    let mut taken = BTreeSet::new();
+    let (mut done, mut refused) = (0, 0);
     while done < cases {
         let mapping = mappings[rng.random_range(0..mappings.len())];
         let Some(case) = Case::random(mapping, rng) else {
+            refused += 1;
+            assert!(refused < 10 * cases, "{name}: the planner refuses them all");
             continue;
         };
         let what = format!("{name} {done}");
-        match case.dtype {
-            DType::F32 => case.check::<f32>(rng, &mut emulated, &what)?,
-            DType::BF16 => case.check::<bf16>(rng, &mut emulated, &what)?,
-            _ => case.check::<f16>(rng, &mut emulated, &what)?,
-        }
+        taken.extend(match case.dtype {
+            DType::F32 => case.check::<f32>(rng, &mut emulated, &what),
+            DType::BF16 => case.check::<bf16>(rng, &mut emulated, &what),
+            _ => case.check::<f16>(rng, &mut emulated, &what),
+        });
         done += 1;
+    }
+    for route in routes {
+        assert!(
+            taken.contains(route),
+            "{name}: no row took route {route} of {taken:?}"
+        );
     }
     emulated.end()
 }
 
+// `Route` in kernels/selection/select.cuh.
+const DIRECT: u32 = 1;
+const PRIMARY: u32 = 2;
+const BAND: u32 = 3;
+const RECOVERED: u32 = 4;
+const SAMPLED: &[u32] = &[DIRECT, PRIMARY, RECOVERED];
+
 #[test]
 fn short() -> Result<()> {
-    random_launches("short", &[Mapping::Short], 300)
+    random_launches(701, "short", &[Mapping::Short], 300, &[DIRECT])
 }
 
 #[test]
 fn block() -> Result<()> {
-    random_launches("block", &[Mapping::Block, Mapping::RowLocal], 300)
+    let mappings = [Mapping::Block, Mapping::RowLocal];
+    random_launches(
+        702,
+        "block",
+        &mappings,
+        300,
+        &[DIRECT, PRIMARY, BAND, RECOVERED],
+    )
 }
 
 #[test]
 fn split() -> Result<()> {
     let mappings = [2, 4, 8, 16].map(Mapping::Split);
-    random_launches("split", &mappings, 100)
+    random_launches(703, "split", &mappings, 100, SAMPLED)
 }
 
 #[test]
 fn cluster() -> Result<()> {
     let mappings = [2, 4, 8, 16].map(Mapping::Cluster);
-    random_launches("cluster", &mappings, 60)
+    random_launches(704, "cluster", &mappings, 80, SAMPLED)
 }
 
 #[test]
 fn exact() -> Result<()> {
     let mappings = [2, 4, 8, 16].map(Mapping::Exact);
-    random_launches("exact", &mappings, 60)
+    random_launches(705, "exact", &mappings, 80, &[DIRECT])
 }

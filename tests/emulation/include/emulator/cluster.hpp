@@ -63,7 +63,8 @@ struct Mail {
   }
   template <class F>
   void change(F f) {
-    while (locked.test_and_set(std::memory_order_acquire)) {
+    for (unsigned times = 0; locked.test_and_set(std::memory_order_acquire); times++) {
+      if (times > 1'000'000'000) fail("mail of a box that was never opened");
     }
     if constexpr (std::is_invocable_v<F, Mail&>) f(*this);
     else f();

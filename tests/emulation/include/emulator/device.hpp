@@ -8,6 +8,15 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+// Before names of CUDA are defined that their attributes use, too.
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
 
 #define __device__
 #define __global__
@@ -45,8 +54,8 @@ namespace emulator {
 void sync_threads();
 // Whether anybody has said so.
 bool sync_threads_or(bool said);
-// Once all of the warp have called: what each has said.
-void exchange(uint64_t said, uint64_t (&all)[32]);
+// Once all of the warp have called, for the same: what each has said.
+void exchange(const void* what, unsigned mask, uint64_t said, uint64_t (&all)[32]);
 // Lets other fibers run.
 void yield();
 unsigned dynamic_bytes();
@@ -61,51 +70,54 @@ void* of_member(const void* object, unsigned rank);
 inline void __syncthreads() { emulator::sync_threads(); }
 inline int __syncthreads_or(int p) { return emulator::sync_threads_or(p != 0); }
 inline void __syncwarp() {
+  static const char what = 0;
   uint64_t all[32];
-  emulator::exchange(0, all);
+  emulator::exchange(&what, ~0u, 0, all);
 }
 
-// A warp's lanes all take part, as the kernels' masks say.
+// A warp's lanes all take part. A lambda's type tells the steps apart.
 template <class V, class Source>
-V shuffled(V v, Source source) {
+V shuffled(unsigned mask, V v, Source source) {
   static_assert(sizeof(V) <= 8);
+  static const char what = 0;
   uint64_t said = 0, all[32];
   memcpy(&said, &v, sizeof(v));
-  emulator::exchange(said, all);
+  emulator::exchange(&what, mask, said, all);
   memcpy(&v, &all[source((int)threadIdx.x % 32) & 31], sizeof(v));
   return v;
 }
 template <class V>
-V __shfl_sync(unsigned, V v, int lane) {
-  return shuffled(v, [&](int) { return lane; });
+V __shfl_sync(unsigned mask, V v, int lane) {
+  return shuffled(mask, v, [&](int) { return lane; });
 }
 template <class V>
-V __shfl_xor_sync(unsigned, V v, int lanes) {
-  return shuffled(v, [&](int lane) { return lane ^ lanes; });
+V __shfl_xor_sync(unsigned mask, V v, int lanes) {
+  return shuffled(mask, v, [&](int lane) { return lane ^ lanes; });
 }
 template <class V>
-V __shfl_up_sync(unsigned, V v, int lanes) {
-  return shuffled(v, [&](int lane) { return lane >= lanes ? lane - lanes : lane; });
+V __shfl_up_sync(unsigned mask, V v, int lanes) {
+  return shuffled(mask, v, [&](int lane) { return lane >= lanes ? lane - lanes : lane; });
 }
 template <class Op>
-unsigned combined(unsigned v, Op op) {
+unsigned combined(unsigned mask, unsigned v, Op op) {
+  static const char what = 0;
   uint64_t all[32];
-  emulator::exchange(v, all);
+  emulator::exchange(&what, mask, v, all);
   unsigned result = (unsigned)all[0];
   for (int lane = 1; lane < 32; lane++) result = op(result, (unsigned)all[lane]);
   return result;
 }
-inline unsigned __reduce_add_sync(unsigned, unsigned v) {
-  return combined(v, [](unsigned a, unsigned b) { return a + b; });
+inline unsigned __reduce_add_sync(unsigned mask, unsigned v) {
+  return combined(mask, v, [](unsigned a, unsigned b) { return a + b; });
 }
-inline unsigned __reduce_min_sync(unsigned, unsigned v) {
-  return combined(v, [](unsigned a, unsigned b) { return std::min(a, b); });
+inline unsigned __reduce_min_sync(unsigned mask, unsigned v) {
+  return combined(mask, v, [](unsigned a, unsigned b) { return std::min(a, b); });
 }
-inline unsigned __reduce_max_sync(unsigned, unsigned v) {
-  return combined(v, [](unsigned a, unsigned b) { return std::max(a, b); });
+inline unsigned __reduce_max_sync(unsigned mask, unsigned v) {
+  return combined(mask, v, [](unsigned a, unsigned b) { return std::max(a, b); });
 }
-inline unsigned __ballot_sync(unsigned, int p) {
-  return combined(p ? 1u << threadIdx.x % 32 : 0u, [](unsigned a, unsigned b) { return a | b; });
+inline unsigned __ballot_sync(unsigned mask, int p) {
+  return combined(mask, p ? 1u << threadIdx.x % 32 : 0u, [](unsigned a, unsigned b) { return a | b; });
 }
 inline int __any_sync(unsigned mask, int p) { return __ballot_sync(mask, p) != 0; }
 
@@ -134,7 +146,7 @@ inline unsigned atomicMin(unsigned* at, unsigned v) {
 inline unsigned atomicMax(unsigned* at, unsigned v) {
   return updated(at, [&](unsigned x) { return std::max(x, v); });
 }
-inline void __threadfence() {}
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 template <class V>
 V __ldcg(const V* at) {

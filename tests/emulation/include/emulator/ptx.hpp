@@ -11,7 +11,10 @@ inline void add_from_below(unsigned* x, int lanes) {
   if ((int)threadIdx.x % 32 >= lanes) *x += before;
 }
 inline void prefetch_to_l2(const void*) {}
-inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
+inline float max_or_nan(float a, float b) {
+  if (a != a || b != b) return NAN;
+  return a == b ? (std::signbit(a) ? b : a) : std::max(a, b);
+}
 inline float exp2_approx(float x) {
   const float y = exp2f(x);
   return y < 0x1p-126f ? 0.0f : y;

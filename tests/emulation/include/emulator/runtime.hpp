@@ -4,18 +4,12 @@
 
 #include <emulator/device.hpp>
 
-#include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
-#include <memory>
-#include <mutex>
+#include <link.h>
 #include <numeric>
-#include <random>
 #include <sched.h>
 #include <sys/mman.h>
-#include <thread>
-#include <vector>
 
 constinit thread_local dim threadIdx, blockIdx;
 alignas(128) constinit thread_local uint4 dynamic[(227 << 10) / sizeof(uint4)];
@@ -23,6 +17,7 @@ alignas(128) constinit thread_local uint4 dynamic[(227 << 10) / sizeof(uint4)];
 namespace emulator {
 
 constexpr size_t kStack = 64 << 10;
+constexpr char kCanary[] = "the low end of a stack";
 
 // Keeps what a call must not change, goes on with another stack, and comes back when somebody goes on
 // with this one.
@@ -30,8 +25,9 @@ extern "C" void emulator_switch(void** ours, void* theirs);
 #if defined(__x86_64__)
 constexpr int kSaved = 6;
 asm(R"(
-.text
+.pushsection .text
 .globl emulator_switch
+.type emulator_switch, @function
 emulator_switch:
   push %rbp
   push %rbx
@@ -48,12 +44,14 @@ emulator_switch:
   pop %rbx
   pop %rbp
   ret
+.popsection
 )");
 #elif defined(__aarch64__)
 constexpr int kSaved = 19;
 asm(R"(
-.text
+.pushsection .text
 .globl emulator_switch
+.type emulator_switch, %function
 emulator_switch:
   sub sp, sp, #160
   stp x19, x20, [sp]
@@ -81,6 +79,7 @@ emulator_switch:
   ldp x29, x30, [sp, #144]
   add sp, sp, #160
   ret
+.popsection
 )");
 #else
 #error "the emulator switches stacks on x86-64 and AArch64 alone"
@@ -92,27 +91,31 @@ struct Cluster {
   unsigned arrived = 0, ended = 0;
   std::atomic<unsigned> phase{0}, started{0}, stopped{0};
   std::vector<char*> shared_of;
+  std::vector<std::atomic<bool>> gone;  // members that have ended, whose memory nobody may use
 
-  explicit Cluster(unsigned blocks) : blocks(blocks), shared_of(blocks) {}
+  explicit Cluster(unsigned blocks) : blocks(blocks), shared_of(blocks), gone(blocks) {}
   // With the mutex. Members that have ended hold up nobody.
   void go_on_if_all_are_there() {
     if (arrived > 0 && arrived + ended == blocks) arrived = 0, phase++;
   }
 };
 
-enum class State { runs, at_barrier, in_exchange, arrives, waits, ended };
+enum class State { runs, at_barrier, in_exchange, waits, ended };
 
 struct Block {
   struct Fiber {
     void* stack;
     State state = State::runs;
-    // What it says in an exchange, of two that may overlap.
+    // What it says in an exchange, of two that may overlap, and in which.
     uint64_t said[2];
     int turn = 0;
+    const void* what = nullptr;
+    // How often it has arrived at the cluster's barrier, and waited for it.
+    unsigned arrivals = 0, waits = 0;
   };
   std::vector<Fiber> fibers;
   Cluster& cluster;
-  unsigned rank, dynamic_bytes, phase_waited_for = 0;
+  unsigned rank, dynamic_bytes, arrived = 0;
   std::function<void()> kernel;
   std::mt19937 random;
   bool anybody = false, anybody_before = false;  // at a barrier, and at the last one
@@ -142,8 +145,24 @@ struct Block {
 
   static void begin();
 
+  // An arrival holds up nobody; the block has arrived once all threads have that have not ended.
+  void arrive_if_all_have() {
+    const auto behind = [&](const Fiber& f) { return f.state != State::ended && f.arrivals <= arrived; };
+    const auto ahead = [&](const Fiber& f) { return f.arrivals > arrived; };
+    if (std::any_of(fibers.begin(), fibers.end(), behind) || std::none_of(fibers.begin(), fibers.end(), ahead)) return;
+    const std::lock_guard<std::mutex> lock(cluster.mutex);
+    arrived++, cluster.arrived++, cluster.go_on_if_all_are_there();
+  }
+  const void* at_barrier() const {
+    for (const Fiber& f : fibers) {
+      if (f.state == State::at_barrier) return f.what;
+    }
+    return nullptr;
+  }
+
   void prepare(char* stacks) {
     for (size_t t = 0; t < fibers.size(); t++) {
+      memcpy(stacks + kStack * t, kCanary, sizeof(kCanary));
       // A frame that the switch takes for its own, and returns from to begin().
       void** top = reinterpret_cast<void**>(stacks + kStack * (t + 1));
 #if defined(__x86_64__)
@@ -173,6 +192,9 @@ struct Block {
       return std::count_if(&fibers[first], &fibers[first] + 32, [&](const Fiber& f) { return f.state == state; });
     };
     if (in(State::in_exchange) == 32) {
+      for (unsigned t = first; t < first + 32; t++) {
+        if (fibers[t].what != fibers[first].what) fail("threads of a warp that take different steps together");
+      }
       for (unsigned t = first; t < first + 32; t++) fibers[t].state = State::runs;
       any = true;
     } else if (in(State::in_exchange) > 0 && in(State::in_exchange) + in(State::ended) == 32) {
@@ -190,7 +212,10 @@ struct Block {
     prepare(stacks);
     std::vector<unsigned> warps(threads / 32);
     std::iota(warps.begin(), warps.end(), 0u);
-    for (unsigned long long idle = 0;;) {
+    // No launch of the tests takes as long.
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(240);
+    for (unsigned passes = 1;; passes++) {
+      if (passes % 1024 == 0 && std::chrono::steady_clock::now() > limit) fail("nothing comes of this");
       std::shuffle(warps.begin(), warps.end(), random);
       for (unsigned w : warps) {
         for (unsigned times = random() % 6 + 1; times > 0 && run_warp(w * 32); times--) {
@@ -198,28 +223,25 @@ struct Block {
       }
       const unsigned ended = count(State::ended);
       if (ended == threads) break;
-      if (count(State::runs)) {
-        // Perhaps all wait for what another member sends.
-        if (++idle % 64 == 0) sched_yield();
-        if (idle > 100'000'000) fail("nothing comes of this");
-        continue;
+      arrive_if_all_have();
+      for (Fiber& f : fibers) {
+        if (f.state == State::waits && (int)(cluster.phase - f.waits) >= 0) f.state = State::runs;
       }
-      const auto all = [&](State state) { return count(state) > 0 && count(state) + ended == threads; };
-      if (all(State::at_barrier)) {
+      if (count(State::runs) || count(State::waits)) {
+        // Perhaps all wait for what another member sends or does.
+        if (passes % 64 == 0 || !count(State::runs)) sched_yield();
+      } else if (count(State::at_barrier) + ended == threads) {
+        for (const Fiber& f : fibers) {
+          if (f.state == State::at_barrier && f.what != at_barrier()) fail("threads at different barriers");
+        }
         anybody_before = anybody, anybody = false;
         release(State::at_barrier);
-      } else if (all(State::arrives)) {
-        const std::lock_guard<std::mutex> lock(cluster.mutex);
-        phase_waited_for = cluster.phase + 1;
-        cluster.arrived++, cluster.go_on_if_all_are_there();
-        release(State::arrives);
-      } else if (all(State::waits)) {
-        if ((int)(cluster.phase - phase_waited_for) >= 0) release(State::waits);
-        else if (++idle > 100'000'000) fail("a barrier of the cluster that not all come to");
-        else sched_yield();
       } else {
         fail("threads wait for different things");
       }
+    }
+    for (unsigned t = 0; t < threads; t++) {
+      if (memcmp(stacks + kStack * t, kCanary, sizeof(kCanary))) fail("a stack that was too small");
     }
     munmap(stacks, size);
     const std::lock_guard<std::mutex> lock(cluster.mutex);
@@ -235,13 +257,21 @@ void Block::begin() {
   fail("a thread that has ended goes on");
 }
 
-void sync_threads() { block->stop(State::at_barrier); }
+void sync_threads() {
+  static const char what = 0;
+  block->fiber().what = &what;
+  block->stop(State::at_barrier);
+}
 bool sync_threads_or(bool said) {
+  static const char what = 0;
+  block->fiber().what = &what;
   block->anybody |= said;
   block->stop(State::at_barrier);
   return block->anybody_before;
 }
-void exchange(uint64_t said, uint64_t (&all)[32]) {
+void exchange(const void* what, unsigned mask, uint64_t said, uint64_t (&all)[32]) {
+  if (mask != ~0u) Block::fail("a step of a part of a warp");
+  block->fiber().what = what;
   const int turn = block->fiber().turn;
   block->fiber().said[turn] = said, block->fiber().turn = 1 - turn;
   block->stop(State::in_exchange);
@@ -252,37 +282,81 @@ void yield() { block->stop(State::runs); }
 unsigned dynamic_bytes() { return block->dynamic_bytes; }
 unsigned blocks_of_cluster() { return block->cluster.blocks; }
 unsigned rank_in_cluster() { return block->rank; }
-void cluster_arrive() { block->stop(State::arrives); }
-void cluster_wait() { block->stop(State::waits); }
-// Shared memory is thread-local, which lies alike in every OS thread.
+void cluster_arrive() { block->fiber().arrivals++; }
+void cluster_wait() {
+  block->fiber().waits++;
+  block->stop(State::waits);
+}
+// The thread-local memory of this OS thread, in which all of shared memory is.
+struct Memory {
+  char* begin;
+  size_t size;
+
+  static Memory find() {
+    Memory memory = {nullptr, 0};
+    dl_iterate_phdr(
+        [](dl_phdr_info* object, size_t, void* to) {
+          for (int i = 0; i < object->dlpi_phnum; i++) {
+            if (object->dlpi_phdr[i].p_type != PT_TLS) continue;
+            *(Memory*)to = {(char*)object->dlpi_tls_data, object->dlpi_phdr[i].p_memsz};
+          }
+          return 1;  // The program is the first.
+        },
+        &memory);
+    if (!memory.begin) Block::fail("no thread-local memory");
+    return memory;
+  }
+};
+thread_local Memory own_memory;
+
+// Shared memory lies alike in every OS thread.
 void* of_member(const void* object, unsigned rank) {
+  const Cluster& cluster = block->cluster;
+  if (rank >= cluster.blocks) Block::fail("a member that the cluster does not have");
+  if (cluster.gone[rank]) Block::fail("the memory of a member that has ended");
+  const size_t at = (const char*)object - own_memory.begin;
+  if (at >= own_memory.size) Block::fail("an object of a member's that is not in shared memory");
   return (char*)object - (char*)dynamic + block->cluster.shared_of[rank];
 }
 
-// A cluster of `blocks` for each of `rows`, one after the other. Shared memory is filled with garbage
-// before.
+// A cluster of `blocks` for each of `rows`, one after the other, or all at once. All shared memory is filled
+// with garbage before, and again when its block has ended.
 template <class Kernel>
-void launch(unsigned rows, unsigned blocks, unsigned threads, unsigned dynamic_bytes, unsigned seed, Kernel kernel) {
+void launch(unsigned rows, unsigned blocks, unsigned threads, unsigned dynamic_bytes, unsigned seed, Kernel kernel,
+            bool at_once = false) {
   if (dynamic_bytes > sizeof(dynamic)) Block::fail("more shared memory than a block has");
+  std::vector<std::unique_ptr<Cluster>> clusters;
+  std::vector<std::thread> running;
+  const auto join = [&] {
+    for (std::thread& block : running) block.join();
+    running.clear();
+  };
   for (unsigned row = 0; row < rows; row++) {
-    Cluster cluster(blocks);
-    std::vector<std::thread> members;
+    clusters.push_back(std::make_unique<Cluster>(blocks));
     for (unsigned rank = 0; rank < blocks; rank++) {
-      members.emplace_back([&, rank] {
+      running.emplace_back([&cluster = *clusters.back(), &kernel, row, rank, blocks, threads, dynamic_bytes, seed] {
+        const Memory memory = Memory::find();
+        memset(memory.begin, 0xa5, memory.size);
         Block own(threads, cluster, rank, dynamic_bytes, kernel, seed + row * blocks + rank);
-        block = &own, blockIdx.x = row * blocks + rank;
-        memset(dynamic, 0xa5, sizeof(dynamic));
+        own_memory = memory, block = &own, blockIdx.x = row * blocks + rank;
         cluster.shared_of[rank] = (char*)dynamic;
         cluster.started++;
         while (cluster.started < blocks) sched_yield();
         own.run();
-        // Another may still read it.
+        cluster.gone[rank] = true;
+        const char* const end = (const char*)dynamic + sizeof(dynamic);
+        if (std::any_of((const char*)dynamic + dynamic_bytes, end, [](char c) { return c != (char)0xa5; })) {
+          Block::fail("a write beyond the dynamic shared memory of the launch");
+        }
+        memset(dynamic, 0x5a, sizeof(dynamic));
+        // Messages that are still on their way to it may arrive.
         cluster.stopped++;
         while (cluster.stopped < blocks) sched_yield();
       });
     }
-    for (std::thread& member : members) member.join();
+    if (!at_once) join();
   }
+  join();
 }
 
 }  // namespace emulator
