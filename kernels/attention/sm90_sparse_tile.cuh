@@ -267,7 +267,11 @@ __device__ void gather(const Request& r, uint32_t base, Rest& rest, const Tile& 
   uint32_t parity = 1;
   for (;;) {
     Pass pass(r, rest);
-    if (pass.active == 0) return;
+    if (pass.active == 0) {
+      // The queries are on their way still.
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      return;
+    }
     for (int64_t chunk = pass.first_chunk(); chunk < pass.chunks; chunk++) {
       pass.mark(r, rest, tile, chunk);
       int listed = static_cast<int>(rest.listed);
@@ -332,7 +336,11 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, const Tile& 
 
   for (;;) {
     Pass pass(r, rest);
-    if (pass.active == 0) return;
+    if (pass.active == 0) {
+      // The queries are on their way still.
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      return;
+    }
     bool alone = (pass.active & (pass.active - 1)) == 0;
     bool takes_part[2];
     int64_t from[2], past[2];
@@ -450,8 +458,10 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, const Tile& 
           float most[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
           for (int i = 4; i < 32; i++) most[i % 4] = greater(most[i % 4], s[i]);
-          float scale[2], against[2], added[4] = {0.f, 0.f, 0.f, 0.f}, squared[4] = {0.f, 0.f, 0.f, 0.f};
-          bool few[2] = {false, false};
+          // Large products are rounded first: else what is left of their rounding would be the greatest one's weight.
+          constexpr float kLarge = 4096.f;
+          float scale[2], against[2], factor = r.scale, added[4] = {0.f, 0.f, 0.f, 0.f}, squared[4] = {0.f, 0.f, 0.f, 0.f};
+          bool few[2] = {false, false}, large = false;
 #pragma unroll
           for (int i = 0; i < 2; i++) {
             float x = greater(most[2 * i], most[2 * i + 1]);
@@ -461,10 +471,16 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, const Tile& 
             scale[i] = moved(max[i], now);
             max[i] = now;
             against[i] = -reference(max[i]);
+            large |= fabsf(against[i]) > kLarge;
+          }
+          if (__any_sync(~0u, large)) {
+#pragma unroll
+            for (int i = 0; i < 32; i++) s[i] = __fmul_rn(s[i], r.scale);
+            factor = 1.f;
           }
 #pragma unroll
           for (int i = 0; i < 32; i++) {
-            s[i] = power(__fmaf_rn(s[i], r.scale, against[i / 2 % 2]));
+            s[i] = power(__fmaf_rn(s[i], factor, against[i / 2 % 2]));
             added[i % 4] += s[i];
             if constexpr (kTerms == 2) squared[i % 4] = __fmaf_rn(s[i], s[i], squared[i % 4]);
           }

@@ -108,7 +108,7 @@ __device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
 __device__ inline float reference(float max) { return max == minus_infinity() ? 0.f : max; }
 
 // What the weights of a row are relative to follows its greatest score from afar, so that most blocks
-// move nothing: weights go to 2^8, which f16 holds, too.
+// move nothing: weights go to 2^8, which f16 holds, too. Sums of values beyond 2^120 may overflow.
 __device__ inline float follow(float before, float most) {
   constexpr float kAfar = 8.f;
   return most <= before + kAfar ? before : greater(before, most);
@@ -290,8 +290,9 @@ __device__ inline uint32_t second_term(float x, float y, uint32_t first) {
 }
 // Whether so many keys share the weight that one term will do, from the sum of what a row has weighed
 // so far and the sum of its squares: n equal weights have n times as large a square of the sum.
-// Rounding moves the mean of n values by their size times some 2^-10 / sqrt(n): with 64 no more than
-// rounding the result to bf16 does. Later keys only make it less.
+// Rounding that knows nothing of the values moves their mean by their size times some 2^-10 / sqrt(n):
+// with 64 no more than rounding the result to bf16 does. Weights that all round alike move it by up to
+// 2^-8 of the mean size. Later keys only make it less.
 __device__ inline bool are_many(float sum, float squares) {
   constexpr float kMany = 64.f;
   return kMany * squares <= sum * sum;

@@ -186,7 +186,9 @@ pub struct Attention {
 ///
 /// A row with nothing to attend to gives 0 and an lse of -inf. So does a row whose scores are all
 /// -inf. Products, softmax and sums are f32; the output is rounded once. On CUDA the weights of the values
-/// are rounded too, relative to the greatest score so far: of F16 to F16, of BF16 to two BF16 terms.
+/// are rounded too, relative to a score near the greatest so far: of F16 to F16, of BF16 to two BF16 terms, or to
+/// one where at least 64 keys share the weight, which is then off by up to 2^-8 of the values' mean size, and mostly
+/// by far less.
 /// Deterministic: a row is a function of its own queries, positions and keys.
 ///
 /// ```
