@@ -150,6 +150,12 @@ fn attention_of_caches() -> Result<()> {
 }
 
 #[test]
+fn block_lists_of_caches() -> Result<()> {
+    cases::block_lists_of_caches(DType::BF16, 128, CPU)?;
+    cases::block_lists_of_caches(DType::F16, 64, CPU)
+}
+
+#[test]
 fn attention_of_nothing() -> Result<()> {
     cases::attention_of_nothing(CPU)
 }

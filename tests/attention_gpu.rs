@@ -407,6 +407,18 @@ fn attention_of_caches() -> Result<()> {
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
+fn block_lists_of_caches() -> Result<()> {
+    in_both(|device| {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            cases::block_lists_of_caches(dtype, 64, device)?;
+            cases::block_lists_of_caches(dtype, 128, device)?;
+        }
+        Ok(())
+    })
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
 fn attention_of_nothing() -> Result<()> {
     in_both(cases::attention_of_nothing)
 }

@@ -9,8 +9,8 @@
 use super::{normal, rng};
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_topk::attention::{
-    index_topk, index_topk_into, indexer_scores, indexer_scores_into, IndexBuffers, IndexKeys,
-    KeyValues, SparseAttention, Values, Visible, Workspace,
+    index_topk, index_topk_into, indexer_scores, indexer_scores_into, Attention, IndexBuffers,
+    IndexKeys, KeyValues, SparseAttention, Values, Visible, Workspace,
 };
 use candle_topk::selection::{Order, TopK};
 use rand::{rngs::StdRng, Rng};
@@ -1706,6 +1706,98 @@ pub fn attention_of_caches(form: Form, device: &Device) -> Result<()> {
         let map: Vec<i64> = (0..form.rows).map(|row| (row / n) as i64).collect();
         let mapped = kv.with_row_sequences(&ints(&map, page, device)?);
         assert_eq!(run(&mapped)?, wanted, "pages of {page}, rows mapped");
+    }
+    Ok(())
+}
+
+/// Lists of blocks over batched and paged caches: the bits of packed keys, and of each row by itself.
+pub fn block_lists_of_caches(dtype: DType, dim: usize, device: &Device) -> Result<()> {
+    let rng = &mut rng(dim as u64);
+    let (sequences, n, length, block) = (3, 4, 512, 64);
+    let (heads, kv_heads, width) = (8, 2, 5);
+    let (rows, blocks) = (sequences * n, length / block);
+    // The last block that a row sees is seen in part.
+    let lengths = [512i64, 100, 3];
+    let q = tensor(
+        &normals(rows * heads * dim, rng),
+        &[rows, heads, dim],
+        dtype,
+        device,
+    )?;
+    let mut keys = || {
+        let data = normals(sequences * length * kv_heads * dim, rng);
+        tensor(&data, &[sequences, length, kv_heads, dim], dtype, device)
+    };
+    let (k, v) = (keys()?, keys()?);
+    let mut local = Vec::new();
+    for _ in 0..rows * kv_heads {
+        let mut all: Vec<u32> = (0..blocks as u32 + 2).collect();
+        for i in (1..all.len()).rev() {
+            all.swap(i, rng.random_range(0..=i));
+        }
+        local.extend(all[..width].iter().map(|&p| match rng.random_range(0..9) {
+            0 => NONE,
+            _ => p,
+        }));
+    }
+    let global: Vec<u32> = local
+        .iter()
+        .enumerate()
+        .map(|(i, &p)| match p as usize >= blocks {
+            true => NONE,
+            false => p + (i / width / kv_heads / n * blocks) as u32,
+        })
+        .collect();
+    let lists = |data: &[u32], rows| Tensor::from_slice(data, (rows, kv_heads, width), device);
+    let op = SparseAttention::new((dim as f32).powf(-0.5)).with_block_size(block);
+    let taken = |out: Attention| -> Result<_> { Ok((bits(&out.out)?, bits(&out.lse)?)) };
+
+    let first = |row: usize| (row / n * length) as i64;
+    let seen = |row: usize| lengths[row / n] - n as i64 + (row % n) as i64 + 1;
+    let starts: Vec<i64> = (0..rows).map(first).collect();
+    let ends: Vec<i64> = (0..rows).map(|row| first(row) + seen(row)).collect();
+    let flat = |t: &Tensor| t.reshape((sequences * length, kv_heads, dim));
+    let packed = KeyValues::packed(&flat(&k)?, &flat(&v)?);
+    let (starts, ends) = (ints(&starts, 1, device)?, ints(&ends, 2, device)?);
+    let visible = Visible::between(Some(&starts), Some(&ends));
+    let own = op.clone().with_visible(&visible);
+    let wanted = taken(own.forward(&q, &packed, &lists(&global, rows)?)?)?;
+    for row in 0..rows {
+        let visible = Visible::between(
+            Some(&starts.narrow(0, row, 1)?),
+            Some(&ends.narrow(0, row, 1)?),
+        );
+        let each = kv_heads * width;
+        let list = lists(&global[row * each..][..each], 1)?;
+        let own = op.clone().with_visible(&visible);
+        let (out, lse) = taken(own.forward(&q.narrow(0, row, 1)?, &packed, &list)?)?;
+        assert_eq!(
+            out,
+            wanted.0[row * heads * dim..][..heads * dim],
+            "row {row}"
+        );
+        assert_eq!(lse, wanted.1[row * heads..][..heads], "row {row}: lse");
+    }
+
+    let positions = lists(&local, rows)?;
+    let q = q.reshape((sequences, n, heads, dim))?;
+    let visible = Visible::decode(&ints(&lengths, 1, device)?);
+    let own = op.clone().with_visible(&visible);
+    let batched = KeyValues::batched(&k, Values::from(&v));
+    assert_eq!(
+        taken(own.forward(&q, &batched, &positions)?)?,
+        wanted,
+        "batched"
+    );
+    for page in [16, 64, 128] {
+        let seed = rng.random();
+        let (k_pool, table) = paged(&k, page, &lengths, &mut super::rng(seed))?;
+        // The same seed: the same pages.
+        let v_pool = paged(&v, page, &lengths, &mut super::rng(seed))?.0;
+        let table = ints(&table, page, device)?.reshape((sequences, length / page))?;
+        let kv = KeyValues::paged(&k_pool, Values::from(&v_pool), &table);
+        let got = taken(own.forward(&q, &kv, &positions)?)?;
+        assert_eq!(got, wanted, "pages of {page}");
     }
     Ok(())
 }

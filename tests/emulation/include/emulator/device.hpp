@@ -1,5 +1,5 @@
-// As much of CUDA C++ as the kernels of sampling and selection use, on the CPU: a block is an OS thread, its threads are
-// fibers of it, so that shared memory is the OS thread's own. What the device does at one moment (a step of
+// As much of CUDA C++ as the kernels of sampling and selection use, on the CPU: a block is an OS thread, its threads
+// are fibers of it, so that shared memory is the OS thread's own. What the device does at one moment (a step of
 // a warp, a barrier) all fibers concerned do before one goes on; in between, warps run in random order.
 #pragma once
 
