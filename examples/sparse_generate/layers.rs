@@ -46,14 +46,7 @@ pub struct Timed {
     pub rounds: usize,
 }
 
-const CONFIG: &str = r#"{
-    "model_type": "deepseek_v32", "hidden_size": 7168, "num_hidden_layers": 1,
-    "num_attention_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 163840,
-    "rope_theta": 10000, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
-    "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
-}"#;
+const CONFIG: &str = include_str!("deepseek-v3.2.json");
 
 /// Random numbers of a standard deviation.
 fn random(dims: &[usize], scale: f32, dtype: DType, device: &Device) -> Result<Tensor> {

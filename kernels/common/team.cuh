@@ -38,7 +38,6 @@ template <>
 struct Team<1> {
   static __device__ __forceinline__ unsigned rank() { return 0; }
   static __device__ __forceinline__ unsigned size() { return 1; }
-  static __device__ __forceinline__ unsigned log_size() { return 0; }
   static __device__ __forceinline__ unsigned index() { return blockIdx.x; }
   static __device__ __forceinline__ void sync() { __syncthreads(); }
   static __device__ __forceinline__ void arrive() {}

@@ -1,6 +1,7 @@
 // The kernels of sampling, one form of them: FORM_THREADS, FORM_CANDIDATES and FORM_CLUSTER are what the .cu
 // files of the form say. Reads cases and writes what comes of them until the input ends; sampling.rs
 // says what.
+#include <emulator/cases.hpp>
 #include <emulator/runtime.hpp>
 
 constexpr int kThreads = FORM_THREADS, kCandidates = FORM_CANDIDATES;
@@ -12,32 +13,15 @@ struct Case {
   unsigned op, dtype, rows, vocab, row_stride, shift, blocks, staged, joint, capacity, seed;
 };
 
-static bool read(void* to, size_t size) { return fread(to, 1, size, stdin) == size; }
-template <class V>
-static void write(const std::vector<V>& values) {
-  if (fwrite(values.data(), sizeof(V), values.size(), stdout) != values.size()) abort();
-}
-
-// Elements from a boundary of 16 bytes on.
-template <class T>
-struct Aligned {
-  std::vector<T> values;
-  T* begin;
-  explicit Aligned(size_t size, T value) : values(size + 16, value) {
-    begin = reinterpret_cast<T*>(((uintptr_t)values.data() + 15) / 16 * 16);
-  }
-};
-
 template <class T>
 static void run(const Case& c) {
   constexpr int C = FORM_CLUSTER;
   std::vector<float> params(4 * c.rows);
   std::vector<long long> counters(2 * c.rows);
-  Aligned<T> logits(c.shift + (size_t)c.rows * c.row_stride, from_bits<T>(Bits<T>::kNan));
-  if (!read(params.data(), params.size() * sizeof(float)) || !read(counters.data(), counters.size() * sizeof(long long)) ||
-      !read(logits.begin + c.shift, (size_t)c.rows * c.row_stride * sizeof(T))) {
-    abort();
-  }
+  emulator::Aligned<T> logits(c.shift + (size_t)c.rows * c.row_stride, from_bits<T>(Bits<T>::kNan));
+  emulator::read_all(params.data(), params.size());
+  emulator::read_all(counters.data(), counters.size());
+  emulator::read_all(logits.begin + c.shift, (size_t)c.rows * c.row_stride);
   std::vector<unsigned> routes(4 * c.rows);
   Request request = {};
   request.logits = logits.begin + c.shift, request.row_stride = c.row_stride;
@@ -50,29 +34,23 @@ static void run(const Case& c) {
   if (c.op == 0) {
     std::vector<T> out((size_t)c.rows * c.vocab, from_bits<T>(0x1234));
     launch([&] { mask<T, C>(request, out.data(), c.vocab); });
-    write(out);
+    emulator::write(out);
   } else if (c.op == 1) {
     std::vector<unsigned> tokens(c.rows, 0x55555555), notes(c.rows, 0x55);
     std::vector<float> log_probs(c.rows, 123.0f);
     const DrawSource draws = {counters.data(), 2, 1, nullptr, 0, 0};
     const SampleOutputs outputs = {tokens.data(), notes.data(), log_probs.data(), nullptr, 0};
     launch([&] { sample<T, C>(request, draws, outputs); });
-    write(tokens), write(notes), write(log_probs);
+    emulator::write(tokens), emulator::write(notes), emulator::write(log_probs);
   } else {
     std::vector<unsigned> ids((size_t)c.rows * c.capacity, 0x55555555), counts(c.rows, 0x55);
     std::vector<float> log_probs(ids.size(), 123.0f);
     launch([&] { candidates<T, C>(request, ids.data(), log_probs.data(), counts.data(), c.capacity); });
-    write(counts), write(ids), write(log_probs);
+    emulator::write(counts), emulator::write(ids), emulator::write(log_probs);
   }
-  write(routes);
-  fflush(stdout);
+  emulator::write(routes);
 }
 
 int main() {
-  Case c;
-  while (read(&c, sizeof(c))) {
-    if (c.dtype == 0) run<float>(c);
-    else if (c.dtype == 1) run<__nv_bfloat16>(c);
-    else run<__half>(c);
-  }
+  emulator::run_cases<Case>([](const Case& c, auto element) { run<decltype(element)>(c); });
 }

@@ -1,5 +1,6 @@
 // The kernels of selection. Reads cases and writes what comes of them until the input ends;
 // selection.rs says what.
+#include <emulator/cases.hpp>
 #include <emulator/runtime.hpp>
 
 constexpr int kThreads = 512;
@@ -17,20 +18,15 @@ struct Case {
   float margin, deviations;
 };
 
-static bool read(void* to, size_t size) { return fread(to, 1, size, stdin) == size; }
-template <class V>
-static void write(const std::vector<V>& values) {
-  if (fwrite(values.data(), sizeof(V), values.size(), stdout) != values.size()) abort();
-}
-
 template <class T>
 static void run(const Case& c) {
   // I64 bounds; those of a batch may be told in each of their dtypes.
   std::vector<long long> bounds(2 * c.rows);
   const size_t size = (size_t)c.rows * c.pitch;
-  std::vector<T> memory(c.shift + size + 32, from_bits<T>(Bits<T>::kNan));
-  T* scores = reinterpret_cast<T*>(((uintptr_t)memory.data() + 15) / 16 * 16) + c.shift;
-  if (!read(bounds.data(), bounds.size() * sizeof(long long)) || !read(scores, size * sizeof(T))) abort();
+  emulator::Aligned<T> memory(c.shift + size, from_bits<T>(Bits<T>::kNan));
+  T* const scores = memory.begin + c.shift;
+  emulator::read_all(bounds.data(), bounds.size());
+  emulator::read_all(scores, size);
   std::vector<int> narrow(bounds.size());
   for (size_t i = 0; i < bounds.size(); i++) {
     narrow[i] = (int)std::min(std::max(bounds[i], (long long)INT32_MIN), (long long)INT32_MAX);
@@ -65,16 +61,10 @@ static void run(const Case& c) {
     case kExact: launch(c.rows, c.blocks, [&] { select_exact<T>(r); }); break;
     default: abort();
   }
-  write(counts), write(positions), write(routes);
-  if (c.values) write(values);
-  fflush(stdout);
+  emulator::write(counts), emulator::write(positions), emulator::write(routes);
+  if (c.values) emulator::write(values);
 }
 
 int main() {
-  Case c;
-  while (read(&c, sizeof(c))) {
-    if (c.dtype == 0) run<float>(c);
-    else if (c.dtype == 1) run<__nv_bfloat16>(c);
-    else run<__half>(c);
-  }
+  emulator::run_cases<Case>([](const Case& c, auto element) { run<decltype(element)>(c); });
 }

@@ -185,7 +185,6 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline double __ull2double_rn(unsigned long long x) { return (double)x; }
 inline unsigned __float2uint_rz(float x) { return !(x > 0.0f) ? 0u : x >= 0x1p32f ? ~0u : (unsigned)x; }
-inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __log2f(float x) { return log2f(x); }
@@ -239,7 +238,6 @@ inline __half __float2half_rn(float x) {
   const unsigned units = (unsigned)nearbyintf(ldexpf(__uint_as_float(size), 10 - exponent));
   return {(unsigned short)(sign | ((unsigned)(exponent + 14) * 1024 + units))};
 }
-inline unsigned short __half_as_ushort(__half x) { return x.bits; }
 inline __half2 __half2half2(__half x) { return {x, x}; }
 inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
 inline __half2 __hadd2(__half2 a, __half2 b) {
@@ -278,7 +276,6 @@ struct Cluster {
   unsigned block_rank() const { return emulator::rank_in_cluster(); }
   unsigned num_blocks() const { return emulator::blocks_of_cluster(); }
   void sync() const { emulator::cluster_arrive(), emulator::cluster_wait(); }
-  void barrier_arrive() const { emulator::cluster_arrive(); }
   void barrier_wait() const { emulator::cluster_wait(); }
   template <class V>
   V* map_shared_rank(V* object, unsigned rank) const {
