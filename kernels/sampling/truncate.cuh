@@ -35,6 +35,7 @@
 #include "../common/row.cuh"
 #include "../common/softmax.cuh"
 #include "../common/team.cuh"
+#include "variant.cuh"
 
 // `kCandidates`, how many candidates fit on chip, is the including file's.
 constexpr int kBins = 2048;
@@ -288,6 +289,10 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
       return {__shfl_sync(~0u, key, end), shuffle(greater, end)};
     }
 
+    if constexpr (kVariant.searches == Searches::kBinary) {
+      Alternatives::halve<M>(n, &low, &high, &above, target, key_at, measure);
+      continue;
+    }
     const unsigned width = high - low;
     const unsigned p1 = low + width / 4, p2 = low + width / 2, p3 = high - 1 - width / 4;
     // The measures of (p3, high], (p2, p3] and (p1, p2].
@@ -322,7 +327,8 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
 template <class T, int C>
 struct Kept {
   // Loads in flight for the pass that does little else.
-  static constexpr int kLight = kThreads > 512 ? 2 : 4;
+  static constexpr int kLight = kVariant.in_flight > 0 ? kVariant.in_flight : kThreads > 512 ? 2 : 4;
+  friend struct Alternatives;
   typedef Row<T, (C > 1)> TeamRow;
 
   // The sample: a few vectors a thread, evenly from the row.
@@ -379,7 +385,12 @@ struct Kept {
     if (threadIdx.x == 0) route_counters() = RouteCounters{0, 0, 0, 0}, noted() = 0;
     // Loads that wait for nothing go out together.
     Proposal proposal;
-    if constexpr (C == 1) {
+    if constexpr (kVariant.truncates == Truncates::kNever) {
+      limits = Truncation(r, row_index());
+      row.prefetch();
+      proposal = {0.0f, false, 0.0f, false, false};
+      meanwhile();
+    } else if constexpr (C == 1) {
       const Sampled sampled(row);
       limits = Truncation(r, row_index());
       row.prefetch();
@@ -586,7 +597,7 @@ struct Kept {
         }
       }
       Part part = {0.0f, 0.0f};
-      counted = limited && !proposal.gathers;
+      counted = (limited || kVariant.truncates == Truncates::kNever) && !proposal.gathers;
       if (counted) {
         forget();
         count_all();
@@ -598,7 +609,7 @@ struct Kept {
       cut_key = ~0u, cut_end = 0;
       if (numbers == 0) return;
       softmax = Softmax(value_of(best_key), limits.temperature);
-      if (gathered && rank_top(joint, part, proposal.reference)) return;
+      if (kVariant.searches == Searches::kRanked && gathered && rank_top(joint, part, proposal.reference)) return;
       if constexpr (C == 1) break;
       if (threadIdx.x == 0) noted() = 0;
       Team<C>::sync();  // The slices are free again.
@@ -622,11 +633,12 @@ struct Kept {
     }
     if (limits.top_p < 1.0f) top_p(joint, &ties);
     if (limits.min_p > 0.0f) min_p(&ties);
-    if (ties) cut_end = position_of_tie(ties);
+    if (ties) cut_end = kVariant.cuts_duplicates ? position_of_tie(ties) : ~0u;
   }
 
   // Whether the pass sums the weights: where a top-p refers to more than a top-k leaves.
   __device__ bool sums(int joint) const {
+    if constexpr (kVariant.searches != Searches::kRanked) return false;  // Nothing refers to them.
     return limits.top_p < 1.0f && limits.top_k != 1 && (joint || !(limits.top_k > 0 && limits.top_k < (unsigned)row.size));
   }
 
@@ -1029,7 +1041,7 @@ struct Kept {
       }
     }
     if (threadIdx.x == 0) route_counters().gathered = total;
-    if (proposal.gathers && total <= kCandidates) {
+    if (proposal.gathers && total <= kCandidates && kVariant.truncates != Truncates::kMisses) {
       gathered = total, low = key_of(threshold), high = ~0u;
     } else {
       forget();
@@ -1351,7 +1363,13 @@ struct Kept {
       }
       if (hit) return search<M>(max(low, from), to, above, target);
     }
-    return narrow<M>(from, to, above, target);
+    if constexpr (kVariant.searches == Searches::kQuaternary || kVariant.searches == Searches::kBinary) {
+      return Alternatives::search_row<M>(*this, from, to, above, target);
+    } else if constexpr (kVariant.searches == Searches::kSorted) {
+      return Alternatives::search_sorted_row<M>(*this, to, above, target);
+    } else {
+      return narrow<M>(from, to, above, target);
+    }
   }
 
   template <class M>
@@ -1362,6 +1380,9 @@ struct Kept {
   template <class M>
   __device__ Found<M> search(unsigned from, unsigned to, typename M::Sum above,
                              typename M::Sum target) {
+    if constexpr (kVariant.searches == Searches::kSorted) {
+      return Alternatives::search_sorted<M>(*this, to, above, target);
+    }
     const unsigned* const keys = shared.gathered.keys;
     const Softmax weights = softmax;
     return pivot_search<M>(

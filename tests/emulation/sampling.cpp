@@ -1,13 +1,18 @@
 // The kernels of sampling, one form of them: FORM_THREADS, FORM_CANDIDATES and FORM_CLUSTER are what the .cu
-// files of the form say. Reads cases and writes what comes of them until the input ends; sampling.rs
-// says what.
+// files of the form say. Or RUN, the .cu file of a run of the ablation: for f32, without candidates. Reads
+// cases and writes what comes of them until the input ends; sampling.rs says what.
 #include <emulator/cases.hpp>
 #include <emulator/runtime.hpp>
 
+#ifdef RUN
+#define FORM_CLUSTER 1
+#include RUN
+#else
 constexpr int kThreads = FORM_THREADS, kCandidates = FORM_CANDIDATES;
 #include "../../kernels/sampling/candidates.cuh"
 #include "../../kernels/sampling/mask.cuh"
 #include "../../kernels/sampling/sample.cuh"
+#endif
 
 struct Case {
   unsigned op, dtype, rows, vocab, row_stride, shift, blocks, staged, joint, capacity, seed;
@@ -30,6 +35,10 @@ static void run(const Case& c) {
   constexpr unsigned kWidth = 16 / sizeof(T);
   const unsigned vectors = (c.vocab + 2 * (kWidth - 1)) / kWidth, slice = (vectors + c.blocks - 1) / c.blocks * 16;
   const unsigned bytes = sizeof(Shared<C>) + (c.staged ? slice : 0);
+#ifdef RUN
+  std::vector<u64> scratch(2 * (size_t)c.rows * c.vocab, 0x5555555555555555);
+  sort_scratch = scratch.data();
+#endif
   const auto launch = [&](auto kernel) { emulator::launch(c.rows, c.blocks, kThreads, bytes, c.seed, kernel); };
   if (c.op == 0) {
     std::vector<T> out((size_t)c.rows * c.vocab, from_bits<T>(0x1234));
@@ -43,14 +52,25 @@ static void run(const Case& c) {
     launch([&] { sample<T, C>(request, draws, outputs); });
     emulator::write(tokens), emulator::write(notes), emulator::write(log_probs);
   } else {
+#ifdef RUN
+    abort();
+#else
     std::vector<unsigned> ids((size_t)c.rows * c.capacity, 0x55555555), counts(c.rows, 0x55);
     std::vector<float> log_probs(ids.size(), 123.0f);
     launch([&] { candidates<T, C>(request, ids.data(), log_probs.data(), counts.data(), c.capacity); });
     emulator::write(counts), emulator::write(ids), emulator::write(log_probs);
+#endif
   }
   emulator::write(routes);
 }
 
 int main() {
-  emulator::run_cases<Case>([](const Case& c, auto element) { run<decltype(element)>(c); });
+  emulator::run_cases<Case>([](const Case& c, auto element) {
+#ifdef RUN
+    if constexpr (std::is_same_v<decltype(element), float>) run<float>(c);
+    else abort();
+#else
+    run<decltype(element)>(c);
+#endif
+  });
 }

@@ -8,6 +8,7 @@ use candle_topk::sampling::{
 };
 use half::{bf16, f16};
 use rand::{rngs::StdRng, Rng};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A form of the kernels: what its .cu files define, and how many blocks may share a row.
 struct Form {
@@ -70,6 +71,8 @@ struct Case {
     staged: bool,
     mass: Mass,
     params: Vec<Params>,
+    /// Whether all that equals the last of a set is kept with it: by runs of the ablation.
+    keeps_equals: bool,
 }
 
 const CAPACITY: usize = 40;
@@ -100,7 +103,50 @@ impl Case {
             staged: form.clusters.len() > 1 && rng.random_range(0..3) > 0,
             mass: [Mass::Renormalized, Mass::Joint][rng.random_range(0..2)],
             params: (0..2).map(|_| pick(rng)).collect(),
+            keeps_equals: false,
         }
+    }
+
+    /// For a run of the ablation.
+    fn of_run(run: &Run, rng: &mut StdRng) -> Self {
+        let vocab = [300, 5_000, 9_000, 12_000][rng.random_range(0..4)] - rng.random_range(0..9);
+        let pick = |rng: &mut StdRng| Params {
+            k: [0, 2, 50, 50, 300, 5000][rng.random_range(0..6)],
+            p: [1.0, 0.5, 0.9, 0.9, 0.999][rng.random_range(0..5)],
+            min_p: [0.0, 0.0, 0.0, 0.05][rng.random_range(0..4)],
+            temperature: [1.0, 1.0, 0.5, 3.0][rng.random_range(0..4)],
+            mass: Mass::Renormalized,
+        };
+        Self {
+            op: [Op::Mask, Op::Sample][rng.random_range(0..2)],
+            dtype: DType::F32,
+            law: LAWS[rng.random_range(0..LAWS.len())],
+            vocab,
+            shift: rng.random_range(0..4),
+            gap: rng.random_range(0..3),
+            blocks: 1,
+            staged: false,
+            mass: [Mass::Renormalized, Mass::Joint][rng.random_range(0..2)],
+            params: (0..2).map(|_| pick(rng)).collect(),
+            keeps_equals: run.keeps_equals,
+        }
+    }
+
+    /// Truncations that keep the same sets, with all that equals their last.
+    fn with_equals(&self, logits: &Tensor, packed: &Tensor) -> Result<Tensor> {
+        let masked = mask_rows(logits, packed, self.mass)?.to_dtype(DType::F32)?;
+        let rows = logits.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+        let mut truncations = vec![];
+        for ((row, masked), params) in rows.iter().zip(masked.to_vec2::<f32>()?).zip(&self.params) {
+            let kept = masked.into_iter().filter(|&x| x > f32::NEG_INFINITY);
+            let last = kept.fold(f32::INFINITY, f32::min);
+            truncations.push(
+                Truncation::new()
+                    .with_top_k(row.iter().filter(|&&x| x >= last).count())
+                    .with_temperature(params.temperature),
+            );
+        }
+        Truncation::rows(&truncations, &Device::Cpu)
     }
 
     /// Runs it by the emulator and by the CPU backend, and tells which routes the rows took.
@@ -154,6 +200,10 @@ impl Case {
             bytes.extend((0..self.gap).flat_map(|_| T::round(f32::NAN).bytes()));
         }
         emulated.say(&bytes, &what);
+        let packed = match self.keeps_equals {
+            true => self.with_equals(&tensor, &packed)?,
+            false => packed,
+        };
 
         match self.op {
             Op::Mask => {
@@ -258,4 +308,68 @@ fn a_wide_block_a_row() -> Result<()> {
 #[test]
 fn a_cluster_a_row() -> Result<()> {
     random_launches(&CLUSTER, 150, ALL)
+}
+
+/// A run of the ablation: the name of its .cu file.
+struct Run {
+    name: &'static str,
+    /// Whether its truncation can hit.
+    hits: bool,
+    keeps_equals: bool,
+}
+
+const fn run(name: &'static str, hits: bool, keeps_equals: bool) -> Run {
+    Run {
+        name,
+        hits,
+        keeps_equals,
+    }
+}
+
+/// Those that have a technique that no other has: the others combine the same.
+const RUNS: [Run; 8] = [
+    run("shipped_miss", false, false),
+    run("shipped_none", false, false),
+    run("a", true, false),
+    run("d", false, true),
+    run("f", true, true),
+    run("h", false, true),
+    run("i", true, true),
+    run("j", false, true),
+];
+
+impl Run {
+    fn launches(&self, cases: usize) -> Result<()> {
+        let file = format!("../../kernels/sampling/ablation/run_{}.cu", self.name);
+        let mut emulated =
+            Emulated::start(self.name, "sampling.cpp", &[format!("-DRUN=\"{file}\"")])?;
+        let rng = &mut rng(91);
+        let mut taken = 0;
+        for i in 0..cases {
+            let case = Case::of_run(self, rng);
+            let what = format!("run {} {i}", self.name);
+            let routes = case.check::<f32>(rng, &mut emulated, &what)?;
+            routes.iter().for_each(|route| taken |= route);
+        }
+        emulated.end()?;
+        assert_eq!(taken & HIT != 0, self.hits, "run {}: a hit", self.name);
+        Ok(())
+    }
+}
+
+/// What `cargo bench --features cuda,ablation --bench kernels -- --ablation` measures.
+#[test]
+fn runs_of_the_ablation() -> Result<()> {
+    let next = AtomicUsize::new(0);
+    let work = || -> Result<()> {
+        while let Some(run) = RUNS.get(next.fetch_add(1, Ordering::Relaxed)) {
+            run.launches(10)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let other = scope.spawn(work);
+        work()?;
+        other.join().expect("named above")
+    })
 }
