@@ -37,14 +37,22 @@ mod kernels {
         }
         let out = PathBuf::from(std::env::var("OUT_DIR")?);
         // Where the CPU repeats the same operations, one rounding each, nothing may be contracted.
-        for (folder, contract) in [
-            ("sampling", "-fmad=false"),
-            ("selection", "-fmad=false"),
-            ("attention", "-fmad=true"),
-        ] {
-            let own = format!("kernels/{folder}");
-            let headers: Vec<_> = ["kernels/common", &own]
-                .iter()
+        let mut families = vec![
+            ("sampling", "kernels/sampling", "-fmad=false"),
+            ("selection", "kernels/selection", "-fmad=false"),
+            ("attention", "kernels/attention", "-fmad=true"),
+        ];
+        // Minutes more of compilation, for one bench.
+        if cfg!(feature = "ablation") {
+            families.push(("ablation", "kernels/sampling/ablation", "-fmad=false"));
+        }
+        for (name, own, contract) in families {
+            // An inner folder's kernels include those around it.
+            let around = Path::new(own)
+                .ancestors()
+                .filter(|at| at.components().count() > 1);
+            let headers: Vec<_> = std::iter::once(Path::new("kernels/common"))
+                .chain(around)
                 .flat_map(|folder| std::fs::read_dir(folder).into_iter().flatten().flatten())
                 .map(|entry| entry.path())
                 .filter(|path| path.extension().is_some_and(|e| e == "cuh"))
@@ -58,9 +66,9 @@ mod kernels {
                 .arg("-std=c++17")
                 .arg(contract)
                 .build_ptx()?
-                .write(out.join(format!("{folder}_ptx.rs")))?;
-            let cubins = assemble(&own, &arch, &out)?;
-            std::fs::write(out.join(format!("{folder}_cubin.rs")), cubins)?;
+                .write(out.join(format!("{name}_ptx.rs")))?;
+            let cubins = assemble(own, &arch, &out)?;
+            std::fs::write(out.join(format!("{name}_cubin.rs")), cubins)?;
         }
         std::fs::write(
             out.join("cubin_capability.rs"),

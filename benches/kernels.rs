@@ -3,6 +3,7 @@
 //! ```bash
 //! cargo bench --features cuda --bench kernels                      # the whole grid
 //! cargo bench --features cuda --bench kernels -- --v 128256 --b 1,32,1024 --op sample --mode k50 --quick
+//! cargo bench --features cuda,ablation --bench kernels -- --ablation         # the paper's table 4
 //! ```
 //!
 //! Each op is captured in a CUDA graph, and the graph's replays are timed by events, after warm-up;
@@ -19,6 +20,8 @@
 //! and rows are compared with a stable sort in f64: the key "exact". A mismatch is named on stderr
 //! and makes the run fail at its end.
 
+#[cfg(feature = "ablation")]
+mod ablation;
 #[path = "../tests/common/mod.rs"]
 mod common;
 mod device;
@@ -37,6 +40,7 @@ use serde_json::json;
 
 const WIDTHS: [usize; 5] = [128256, 151936, 201088, 248320, 262208];
 const BATCHES: [usize; 11] = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048];
+const ABLATION_OPS: [Op; 2] = [Op::MaskInPlace, Op::Sample];
 /// Of `candidates`.
 const CAPACITY: usize = 256;
 /// No op takes any: what a launch needs beside inputs and outputs is on chip.
@@ -64,6 +68,10 @@ struct Args {
     /// Laws of logits [default: peaked; with none of the above, normal as well]
     #[arg(long, value_delimiter = ',')]
     dist: Vec<Dist>,
+    /// The techniques of the kernels, one exchanged at a time: in-place mask and sample, f32, by default of
+    /// 1024 rows of 128256 logits (needs the feature `ablation`)
+    #[arg(long)]
+    ablation: bool,
     /// 20 replays instead of 50
     #[arg(long)]
     quick: bool,
@@ -202,16 +210,11 @@ trait Run {
     /// What the last launch has kept of a row, against the row as it was.
     fn compare(&mut self, case: &Case, row: &Row) -> Result<std::result::Result<(), String>>;
 
-    /// The share of rows whose truncation hits, where the op can tell. Counted by a launch of its
-    /// own: what is timed counts nothing.
-    fn hit_rate(&self, _: &Case) -> Result<Option<f64>> {
-        Ok(None)
+    /// How each row's cut is found, where the op can tell; else nothing. Counted by a launch of its own: what
+    /// is timed counts nothing.
+    fn routes(&self, _: &Case) -> Result<Vec<Routes>> {
+        Ok(vec![])
     }
-}
-
-fn share_of_hits(routes: &[Routes]) -> Option<f64> {
-    let hits = routes.iter().filter(|routes| routes.hit()).count();
-    Some(hits as f64 / routes.len() as f64)
 }
 
 /// A row that is checked.
@@ -226,42 +229,60 @@ struct Row<'a> {
 struct Entry {
     op: Op,
     name: &'static str,
-    variant: Option<&'static str>,
-    make: fn(&Case) -> Result<Box<dyn Run>>,
+    variant: Option<Variant>,
+    make: Make,
 }
 
-const ENTRIES: &[Entry] = &[
-    Entry {
-        op: Op::MaskInPlace,
-        name: "mask",
-        variant: None,
-        make: |_| Ok(Box::new(MaskRun { in_place: true })),
-    },
-    Entry {
-        op: Op::Mask,
-        name: "mask",
-        variant: None,
-        make: |_| Ok(Box::new(MaskRun { in_place: false })),
-    },
-    Entry {
-        op: Op::Candidates,
-        name: "candidates",
-        variant: None,
-        make: |case| Ok(Box::new(CandidatesRun(candidate_buffers(case)?))),
-    },
-    Entry {
-        op: Op::Sample,
-        name: "sample",
-        variant: None,
-        make: |case| {
-            let b = case.logits.dim(0)? as i64;
-            let seed = case.gpu.seed as i64;
-            let requests: Vec<_> = (0..b).map(|i| (seed ^ i, i)).collect();
-            let buffers = sample_buffers(case, &requests)?;
-            Ok(Box::new(SampleRun { buffers, requests }))
-        },
-    },
-];
+type Make = Box<dyn Fn(&Case) -> Result<Box<dyn Run>>>;
+
+/// What a line says of a variant: its name, and its techniques by their keys.
+#[derive(Clone)]
+struct Variant {
+    name: &'static str,
+    techniques: serde_json::Value,
+}
+
+impl Entry {
+    /// The op as it is.
+    fn of(op: Op) -> Self {
+        let (name, make): (_, Make) = match op {
+            Op::MaskInPlace => (
+                "mask",
+                Box::new(|_: &Case| Ok(Box::new(MaskRun { in_place: true }) as _)),
+            ),
+            Op::Mask => (
+                "mask",
+                Box::new(|_: &Case| Ok(Box::new(MaskRun { in_place: false }) as _)),
+            ),
+            Op::Candidates => (
+                "candidates",
+                Box::new(|case: &Case| Ok(Box::new(CandidatesRun(candidate_buffers(case)?)) as _)),
+            ),
+            Op::Sample => (
+                "sample",
+                Box::new(|case: &Case| Ok(Box::new(SampleRun::new(case)?) as _)),
+            ),
+        };
+        Self {
+            op,
+            name,
+            variant: None,
+            make,
+        }
+    }
+}
+
+/// What is measured side by side.
+fn entries(args: &Args) -> Vec<Entry> {
+    #[cfg(feature = "ablation")]
+    if args.ablation {
+        return ablation::entries();
+    }
+    let _ = args.ablation;
+    [Op::MaskInPlace, Op::Mask, Op::Candidates, Op::Sample]
+        .map(Entry::of)
+        .into()
+}
 
 fn candidate_buffers(case: &Case) -> Result<CandidateBuffers> {
     let b = case.logits.dim(0)?;
@@ -318,10 +339,10 @@ impl Run for CandidatesRun {
         self.0.candidates_into(case.logits, case.params.mass)
     }
 
-    fn hit_rate(&self, case: &Case) -> Result<Option<f64>> {
+    fn routes(&self, case: &Case) -> Result<Vec<Routes>> {
         let mut buffers = candidate_buffers(case)?.with_routes()?;
         buffers.candidates_into(case.logits, case.params.mass)?;
-        Ok(share_of_hits(&buffers.routes()?))
+        buffers.routes()
     }
 
     fn compare(&mut self, case: &Case, row: &Row) -> Result<std::result::Result<(), String>> {
@@ -351,15 +372,25 @@ struct SampleRun {
     requests: Vec<(i64, i64)>,
 }
 
+impl SampleRun {
+    fn new(case: &Case) -> Result<Self> {
+        let b = case.logits.dim(0)? as i64;
+        let seed = case.gpu.seed as i64;
+        let requests: Vec<_> = (0..b).map(|i| (seed ^ i, i)).collect();
+        let buffers = sample_buffers(case, &requests)?;
+        Ok(Self { buffers, requests })
+    }
+}
+
 impl Run for SampleRun {
     fn launch(&mut self, case: &Case) -> Result<()> {
         self.buffers.sample_into(case.logits, case.params.mass)
     }
 
-    fn hit_rate(&self, case: &Case) -> Result<Option<f64>> {
+    fn routes(&self, case: &Case) -> Result<Vec<Routes>> {
         let mut buffers = sample_buffers(case, &self.requests)?.with_routes()?;
         buffers.sample_into(case.logits, case.params.mass)?;
-        Ok(share_of_hits(&buffers.routes()?))
+        buffers.routes()
     }
 
     fn compare(&mut self, case: &Case, row: &Row) -> Result<std::result::Result<(), String>> {
@@ -418,6 +449,7 @@ fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) 
         .collect();
 
     let (ops, modes): (&[Op], &[&str]) = match dist {
+        _ if args.ablation => (&ABLATION_OPS, &["k50", "p0.9", "k50p0.9"]),
         Dist::Peaked => (Op::value_variants(), &["k50", "p0.9", "k50p0.9"]),
         Dist::Normal => (&[Op::Mask, Op::MaskInPlace, Op::Sample], &["p0.9", "khalf"]),
     };
@@ -434,7 +466,7 @@ fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) 
             masked: &masked,
             params,
         };
-        for entry in ENTRIES.iter().filter(|entry| ops.contains(&entry.op)) {
+        for entry in entries(args).iter().filter(|entry| ops.contains(&entry.op)) {
             let in_place = entry.op == Op::MaskInPlace;
             let mut run = (entry.make)(&case)?;
             let graph = gpu.capture(|| run.launch(&case))?;
@@ -458,7 +490,7 @@ fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) 
                     eprintln!(
                         "MISMATCH: {:?} {}, b {b}, v {v}, {dtype:?}, {}, {mode}, row {}, seed {}: {mismatch}",
                         entry.op,
-                        entry.variant.unwrap_or("as it is"),
+                        entry.variant.as_ref().map_or("as it is", |variant| variant.name),
                         dist.name(),
                         row.index,
                         gpu.seed
@@ -489,11 +521,22 @@ fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) 
                 Op::Candidates => line.insert("capacity".into(), CAPACITY.into()),
                 Op::Sample => None,
             };
-            if let Some(rate) = run.hit_rate(&case)? {
-                line.insert("hit_rate".into(), rate.into());
+            let routes = run.routes(&case)?;
+            let mean = |of: &dyn Fn(&Routes) -> f64| {
+                routes.iter().map(of).sum::<f64>() / routes.len().max(1) as f64
+            };
+            if !routes.is_empty() {
+                let hits = mean(&|routes| routes.hit() as u32 as f64);
+                line.insert("hit_rate".into(), hits.into());
             }
-            if let Some(variant) = entry.variant {
-                line.insert("variant".into(), variant.into());
+            if let Some(Variant { name, techniques }) = &entry.variant {
+                line.insert("variant".into(), (*name).into());
+                line.extend(techniques.as_object().cloned().unwrap_or_default());
+                if !routes.is_empty() {
+                    line.insert("gathered".into(), mean(&|r| r.gathered() as f64).into());
+                    line.insert("steps".into(), mean(&|r| r.steps() as f64).into());
+                    line.insert("row_reads".into(), mean(&|r| r.passes() as f64).into());
+                }
             }
             println!("{}", serde_json::Value::Object(line));
         }
@@ -503,6 +546,18 @@ fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) 
 
 fn main() -> Result<()> {
     let args = Args::parse();
+    if args.ablation && !cfg!(feature = "ablation") {
+        bail!("--ablation is given, and the bench was built without the feature `ablation`")
+    }
+    if args.ablation && !args.op.iter().all(|op| ABLATION_OPS.contains(op)) {
+        bail!(
+            "--op is {:?}, with --ablation mask-in-place and sample are accepted",
+            args.op
+        )
+    }
+    if args.ablation && args.dtype.contains(&Type::Bf16) {
+        bail!("--dtype has bf16, with --ablation f32 is accepted")
+    }
     let mut shapes = vec![];
     let none_given = [
         args.v.is_empty(),
@@ -512,11 +567,12 @@ fn main() -> Result<()> {
         args.dtype.is_empty(),
     ];
     let laws: &[Dist] = match none_given.iter().all(|&none| none) {
-        true => Dist::value_variants(),
-        false => &[Dist::Peaked],
+        true if !args.ablation => Dist::value_variants(),
+        _ => &[Dist::Peaked],
     };
     for dist in or(&args.dist, laws) {
         let (widths, batches, types): (&[usize], &[usize], &[Type]) = match dist {
+            _ if args.ablation => (&WIDTHS[..1], &[1024], &[Type::F32]),
             Dist::Peaked => (&WIDTHS, &BATCHES, Type::value_variants()),
             Dist::Normal => (&WIDTHS[..1], &[1, 32, 128, 1024], &[Type::F32]),
         };
@@ -546,6 +602,8 @@ fn main() -> Result<()> {
     for dtype in [DType::F32, DType::BF16] {
         candle_topk::cuda::preload(&gpu.device, dtype)?;
     }
+    #[cfg(feature = "ablation")]
+    let _scratch = ablation::prepare(&gpu, &args, &shapes)?;
     for name in ["normal_f32", "fill"] {
         gpu.kernel(name)?;
     }

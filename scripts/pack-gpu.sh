@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Packs the GPU tests, benches and examples for a machine that has a GPU but no Rust and no network.
 #
-#   scripts/pack-gpu.sh [--only KIND[,KIND...]]      KIND: test, bench, example
+#   scripts/pack-gpu.sh [--only KIND[,KIND...]] [--ablation]      KIND: test, bench, example
 #
 # writes dist/gpu: the programs (one archive), a MANIFEST, and run-gpu.sh, which runs them there.
 # Where no nvcc is on PATH, scripts/cuda-toolkit.sh supplies one. Builds go to $CARGO_TARGET_DIR,
 # by default ${XDG_CACHE_HOME:-~/.cache}/candle-topk/target-cuda. All are release builds, so that
-# tests, benches and examples share one compilation of Candle and of its kernels.
+# tests, benches and examples share one compilation of Candle and of its kernels. With --ablation the
+# benches have the variants of kernels that `--bench kernels -- --ablation` measures.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -22,12 +23,17 @@ usage() {
 }
 
 kinds=test,bench,example
+features=cuda
 while [ $# -gt 0 ]; do
   case $1 in
     --only)
       [ $# -ge 2 ] || usage
       kinds=$2
       shift 2
+      ;;
+    --ablation)
+      features=cuda,ablation
+      shift
       ;;
     *) usage ;;
   esac
@@ -58,7 +64,7 @@ programs() {
     example) build=(cargo build --examples) ;;
   esac
   [ "$1" = bench ] || build+=(--release)
-  "${build[@]}" --features cuda --message-format json-render-diagnostics | python3 -c '
+  "${build[@]}" --features "$features" --message-format json-render-diagnostics | python3 -c '
 import json, sys
 kinds = {"test": ("lib", "test"), "bench": ("bench",), "example": ("example",)}[sys.argv[1]]
 for line in sys.stdin:

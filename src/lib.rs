@@ -22,6 +22,7 @@
 //! | feature | what it adds |
 //! |---|---|
 //! | `cuda` | the CUDA backend; needs nvcc and a device of compute capability 8.0 or later |
+//! | `ablation` | `cuda`, and for `benches/kernels.rs` variants of its kernels; no API |
 //!
 //! Without it the whole API but the module `cuda` (loading kernels ahead of time) is there and works
 //! on the CPU.

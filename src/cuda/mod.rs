@@ -17,6 +17,9 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 
+#[cfg(feature = "ablation")]
+#[doc(hidden)]
+pub mod ablation;
 mod memory;
 pub(crate) use memory::{alloc, arg, Addresses, DeviceBuffer};
 
@@ -335,6 +338,10 @@ pub(crate) fn teams(
     demand: impl Fn(Form) -> Demand,
     slice_bytes: impl Fn(u32) -> u64,
 ) -> Result<(Kernel, Teams)> {
+    #[cfg(feature = "ablation")]
+    if let Some(run) = ablation::current() {
+        return run.teams(device, family, dtype, rows, demand(Form::Sm80).shared_bytes);
+    }
     let facts = Facts::of(device, family, dtype, demand(Form::Sm90).threads)?;
     let forced = FORCED.get();
     let clusters = facts.clusters.iter().any(|&(_, most)| most > 0);
