@@ -2,8 +2,21 @@
 
 /// A Markdown table: names to the left, numbers to the right.
 pub fn table(head: &[&str], rows: &[Vec<String>]) -> Vec<String> {
-    const NAMES: [&str; 10] = [
-        "mode", "model", "bar", "sampler", "peer", "variant", "worst", "request", "what", "spread",
+    const NAMES: [&str; 14] = [
+        "mode",
+        "model",
+        "bar",
+        "sampler",
+        "peer",
+        "variant",
+        "worst",
+        "request",
+        "what",
+        "spread",
+        "truncation",
+        "search",
+        "duplicates",
+        "sizes",
     ];
     let line = |cells: Vec<&str>| format!("| {} |", cells.join(" | "));
     let rule = head.iter().map(|name| match NAMES.contains(name) {
