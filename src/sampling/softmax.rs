@@ -132,7 +132,7 @@ pub(crate) fn nucleus(p: f32, total: u128) -> u128 {
     let fraction = p.to_bits() & 0x7f_ffff | if exponent > 0 { 0x80_0000 } else { 0 };
     let shift = 150 - exponent.max(1);
     let product = total * fraction as u128;
-    let rounded_up = |shift| product + ((1u128 << shift) - 1) >> shift;
+    let rounded_up = |shift| (product + ((1u128 << shift) - 1)) >> shift;
     match shift {
         0..=126 => rounded_up(shift),
         _ => (product > 0) as u128,
