@@ -30,12 +30,6 @@ __device__ __forceinline__ Mass times(u64 weight, u64 count) {
   return {weight * count, __umul64hi(weight, count)};
 }
 
-constexpr double kTwo64 = 18446744073709551616.0;
-
-__device__ __forceinline__ double raw_double(Mass m) {
-  return __ull2double_rn(m.high) * kTwo64 + __ull2double_rn(m.low);
-}
-
 // A mass in digits of 16 bits, which a warp adds with one instruction each.
 __device__ __forceinline__ Mass warp_sum(Mass m) {
   Mass sum = {0, 0};
@@ -48,21 +42,32 @@ __device__ __forceinline__ Mass warp_sum(Mass m) {
   return sum;
 }
 
-// A sum of weights as a mass.
-__device__ __forceinline__ Mass to_mass(double weights) {
-  const double units = weights * 4611686018427387904.0;
-  const double high = floor(units / kTwo64);
-  return {(u64)(units - high * kTwo64), (u64)high};
+// A sum of weights below 2^32 as a mass, rounded down.
+__device__ __forceinline__ Mass to_mass(float weights) {
+  const unsigned bits = __float_as_uint(weights);
+  const u64 fraction = (bits & 0x7fffffu) | 0x800000u;
+  const int shift = (int)(bits >> 23) - (127 + 23 - 62);
+  if (shift < 0) return {shift > -24 ? fraction >> -shift : 0, 0};
+  return {shift < 64 ? fraction << shift : 0, shift < 40 ? 0 : shift < 64 ? fraction >> (64 - shift) : fraction << (shift - 64)};
 }
 
 // The logarithm of a mass above 0, as a sum of weights.
-__device__ __forceinline__ double log_mass(Mass m) { return log(raw_double(m) / 4611686018427387904.0); }
+__device__ __forceinline__ double log_mass(Mass m) {
+  const double raw = __ull2double_rn(m.high) * 18446744073709551616.0 + __ull2double_rn(m.low);
+  return log(raw / 4611686018427387904.0);
+}
 
-// The least mass that is not below p times `total`.
+// The least mass that is not below p times `total`, for a p between 0 and 1.
 __device__ __forceinline__ Mass nucleus(float p, Mass total) {
-  const double target = ceil((double)p * raw_double(total));
-  const double high = floor(target / kTwo64);
-  return {(u64)(target - high * kTwo64), (u64)high};
+  const unsigned bits = __float_as_uint(p), exponent = bits >> 23;
+  // p is a fraction of 24 bits over 2^shift, and no mass of a row has more than 93.
+  const u64 fraction = (bits & 0x7fffffu) | (exponent ? 0x800000u : 0);
+  const unsigned shift = 150 - (exponent ? exponent : 1);
+  const Mass product = times(total.low, fraction) + Mass{0, total.high * fraction};
+  const Mass up = {0ull - 1, shift < 64 ? 0 : shift < 128 ? (1ull << (shift - 64)) - 1 : 0ull - 1};
+  const Mass sum = product + (shift < 64 ? Mass{(1ull << shift) - 1, 0} : up);
+  if (shift < 64) return {sum.low >> shift | sum.high << (64 - shift), sum.high >> shift};
+  return {shift < 128 ? sum.high >> (shift - 64) : 1, 0};
 }
 
 // floor(total * draw / 2^64).

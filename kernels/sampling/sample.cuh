@@ -48,47 +48,74 @@ struct SampleOutputs {
   unsigned refused;
 };
 
+// Where a draw falls among the best, by exact sums in the order of ids: by one warp.
+static __device__ __noinline__ unsigned invert_exactly(const Top& top, unsigned size, u64 draw) {
+  Mass mass = {0, 0};
+#pragma unroll 1
+  for (unsigned i = 0; i < size; i++) mass = mass + Mass{(u64)top.ranked[i].mass, 0};
+  const Mass point = inverted(mass, draw);
+  unsigned drawn = 0;
+#pragma unroll 1
+  for (unsigned mine = threadIdx.x % 32; mine < size; mine += 32) {
+    Mass up_to = {0, 0};
+    const unsigned id = (unsigned)top.ranked[mine].order;
+#pragma unroll 1
+    for (unsigned other = 0; other < size; other++) {
+      if ((unsigned)top.ranked[other].order >= id) up_to = up_to + Mass{(u64)top.ranked[other].mass, 0};
+    }
+    if (point < up_to && !(point < up_to - Mass{(u64)top.ranked[mine].mass, 0})) drawn = mine;
+  }
+  return __reduce_max_sync(~0u, drawn);
+}
+
 // All inversions tell the mass of the kept set too, or its logarithm; this one, the token's logit.
 template <class T, int C>
 __device__ __forceinline__ unsigned invert_top(const Kept<T, C>& kept, u64 draw, bool wants_log, double* log,
                                                float* logit) {
   const Top& top = kept.shared.top;
   const unsigned size = kept.members;
-  __shared__ Mass point;
-  __shared__ double logarithm;
+  __shared__ double point, margin, logarithm;
   __shared__ unsigned drawn;
   // What is one number, the warp finds that has the fewest comparisons to make.
   const bool last = threadIdx.x / 32 == kWarps - 1;
-  Mass mass;
   if (last) {
-    mass = kept.mass_of_members();
-    const Mass at = inverted(mass, draw);
-    if (threadIdx.x % 32 == 0) point = at;
+    double mass = 0.0;
+#pragma unroll
+    for (int i = 0; i < kTop / 32; i++) {
+      const unsigned at = threadIdx.x % 32 + i * 32;
+      mass += at < size ? top.ranked[at].mass : 0.0;
+    }
+    mass = warp_reduce(mass, AddSums());
+    if (threadIdx.x % 32 == 0) {
+      point = mass * (__ull2double_rn(draw) * 0x1p-64), margin = mass * kRounding, drawn = ~0u;
+    }
   }
   // The mass of the members up to each, in the order of ids.
   const Pairs pairs(size);
-  Mass up_to = {0, 0}, own = {0, 0};
+  double up_to = 0.0, own = 0.0;
   if (pairs.works) {
     const bool exists = pairs.element < size;
     const Top::Member mine = top.ranked[exists ? pairs.element : 0];
-    Halves sums;
 #pragma unroll 4
     for (unsigned other = pairs.part; other < size; other += pairs.parts) {
       const Top::Member its = top.ranked[other];
       // Complements: the greater one is the lower id.
-      sums.add(its.mass, (unsigned)its.order >= (unsigned)mine.order);
+      if ((unsigned)its.order >= (unsigned)mine.order) up_to += its.mass;
     }
-    sums = pairs.combine(sums);
-    if (exists && pairs.part == 0) up_to = sums.sum(), own = {mine.mass, 0};
+    up_to = pairs.combine(up_to);
+    if (exists && pairs.part == 0) own = mine.mass;
   }
   __syncthreads();
-  if (point < up_to && !(point < up_to - own)) drawn = pairs.element;
+  // Nothing is before the first.
+  if (own > 0.0 && point + margin < up_to && (up_to == own || point - margin >= up_to - own)) drawn = pairs.element;
   if (wants_log && last) {
-    const double log = log_mass(mass);
+    const double log = log_mass(kept.mass_of_members());
     if (threadIdx.x % 32 == 0) logarithm = log;
   }
   __syncthreads();
-  const u64 order = top.ranked[drawn].order;
+  unsigned at = drawn;
+  if (at == ~0u) at = invert_exactly(top, size, draw);
+  const u64 order = top.ranked[at].order;
   *log = logarithm, *logit = value_of(order >> 32);
   return ~(unsigned)order;
 }

@@ -12,9 +12,10 @@
 //     of the rest in f32. A cluster that holds the whole row on chip needs no sample: the greatest
 //     logits of 128 parts of the row propose the threshold, and the pass reads shared memory.
 //  2. Where the cut lies among the best 128, a histogram of the candidates finds those, and comparisons
-//     of all pairs rank them and add up the exact mass above each. The f32 sum decides a
-//     top-p only where its error bound admits one answer; else the exact sum is taken in a second
-//     pass. The bound is one on the rest's mass, which is small where the set is.
+//     of all pairs rank them and add up the mass above each, in f64. What such sums leave open, by their
+//     rounding, exact ones decide. Of the rest the f32 sum decides a top-p only where its error bound
+//     admits one answer; else the exact sum is taken in a second pass. The bound is one on the rest's
+//     mass, which is small where the set is.
 //  3. Pivot search, for larger sets. Where the candidates hold the set (a hit), three pivots at a
 //     time split the range of keys that the cut lies in. The range is one of integers, not of
 //     values, and before each step it shrinks to the keys that exist in it, so at most 16 steps leave
@@ -111,31 +112,23 @@ struct alignas(16) Top {
   struct alignas(16) Member {
     // The key, and the position's complement: the order as an integer.
     u64 order;
-    u64 mass;
+    double mass;  // a whole number of 24 bits, so exact
   };
   Member found[kTop], ranked[kTop];
-  Mass above[kTop];  // of everything before it in the order
+  double above[kTop];        // the rounded mass of everything before it in the order
+  double others[32];         // of what is gathered and not ranked: a warp's
   unsigned bins[kTopBins];
   unsigned slots;
-  unsigned others[3];  // the mass of what is gathered and not ranked, by words
 
-  // The mass of the first `count` of the order, at least 1.
-  __device__ __forceinline__ Mass first(unsigned count) const {
-    return above[count - 1] + Mass{ranked[count - 1].mass, 0};
+  // The rounded mass of the first `count` of the order, at least 1.
+  __device__ __forceinline__ double first(unsigned count) const {
+    return above[count - 1] + ranked[count - 1].mass;
   }
 };
 
-// Sums of few masses, by halves: an addition each, without a carry.
-struct Halves {
-  u64 low = 0, high = 0;
-
-  __device__ __forceinline__ void add(Halves its) { low += its.low, high += its.high; }
-  // `times` is 0 or 1.
-  __device__ __forceinline__ void add(u64 mass, unsigned times) {
-    low += (u64)(unsigned)mass * times, high += (u64)(unsigned)(mass >> 32) * times;
-  }
-  __device__ __forceinline__ Mass sum() const { return Mass{low, 0} + Mass{high << 32, high >> 32}; }
-};
+// How far off a rounded sum of kTop masses is at most, and what is made from it by a few operations, relative. What is
+// decided by rounded sums is decided beyond this; where they are closer, by exact ones.
+constexpr double kRounding = 0x1p-44;
 
 // How threads share the comparisons of each of `count` elements, at most kTop, with all.
 struct Pairs {
@@ -150,16 +143,24 @@ struct Pairs {
     element = threadIdx.x >> log_parts, part = threadIdx.x & (parts - 1);
     works = threadIdx.x / 32 * 32 >> log_parts < count;
   }
-  // Of an element's threads.
-  __device__ __forceinline__ unsigned combine(unsigned x) const {
+  // f(one of the others, whether there is one) for all that are the thread's to compare with: some at a time, or each
+  // load would wait for the comparison before it.
+  template <class F>
+  __device__ __forceinline__ void for_each(unsigned count, F f) const {
+    constexpr int kAtOnce = 8;
 #pragma unroll 1
-    for (unsigned lanes = parts >> 1; lanes > 0; lanes >>= 1) x += __shfl_xor_sync(~0u, x, lanes);
-    return x;
+    for (unsigned first = part; first < count; first += kAtOnce * parts) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) f(first + i * parts, first + i * parts < count);
+    }
   }
-  __device__ __forceinline__ Halves combine(Halves x) const {
-#pragma unroll 1
-    for (unsigned lanes = parts >> 1; lanes > 0; lanes >>= 1) {
-      x.add(shuffle_xor(x, lanes));
+  // Of an element's threads.
+  template <class V>
+  __device__ __forceinline__ V combine(V x) const {
+#pragma unroll
+    for (unsigned lanes = 16; lanes > 0; lanes /= 2) {
+      const V its = shuffle_xor(x, lanes);
+      x += lanes < parts ? its : V(0);
     }
     return x;
   }
@@ -188,7 +189,7 @@ struct alignas(16) Shared<1> {
     Mass segments[kSegments];
   };
 };
-static_assert(sizeof(Shared<1>) == 7184 + (32 << 10) || sizeof(Shared<8>) == 7184 + (32 << 10),
+static_assert(sizeof(Shared<1>) == 6416 + (32 << 10) || sizeof(Shared<8>) == 6416 + (32 << 10),
               "src/sampling/cuda.rs asks for as much");
 
 // A measure of elements: their number or their mass. The search is the same for both.
@@ -367,6 +368,8 @@ struct Kept {
   // Where the row is on chip, the greatest of what the thread has looked at, and of the row: NaN if it
   // holds one.
   float own_best, row_best;
+  // And the sum of the weights of what the thread has looked at, relative to the greatest of the row.
+  float own_sum;
   // Whether a member may be read by another: it may not end then.
   mutable bool reads = false;
 
@@ -405,7 +408,7 @@ struct Kept {
       Team<C>::arrive();
       limits = Truncation(r, row_index());
       if (staged) {
-        proposal = propose_staged(meanwhile);
+        proposal = propose_staged(r.joint, meanwhile);
       } else {
         row.prefetch();
         Team<C>::wait();
@@ -508,16 +511,12 @@ struct Kept {
     });
   }
 
-  // By a whole warp.
+  // By a whole warp, exactly.
   __device__ __forceinline__ Mass mass_of_members() const {
-    const Top& top = shared.top;
-    if (summed) return top.first(members);
-    Halves own;
+    Mass own = {0, 0};
 #pragma unroll 1
-    for (unsigned i = threadIdx.x % 32; i < members; i += 32) own.add(top.ranked[i].mass, 1);
-#pragma unroll 1
-    for (int lanes = 16; lanes > 0; lanes /= 2) own.add(shuffle_xor(own, lanes));
-    return own.sum();
+    for (unsigned i = threadIdx.x % 32; i < members; i += 32) own = own + Mass{(u64)shared.top.ranked[i].mass, 0};
+    return warp_sum(own);
   }
 
   // The number and the mass of the kept elements.
@@ -594,6 +593,7 @@ struct Kept {
           forget_value(limits.top_k), forget_value(limits.top_p), forget_value(limits.min_p);
           forget_value(limits.temperature);
           proposal = propose(Sampled(row));
+          if (row.staged) proposal.reference = row_best;
         }
       }
       Part part = {0.0f, 0.0f};
@@ -644,7 +644,7 @@ struct Kept {
 
   // Part 1 where the row is on chip: as the sample's, of parts of the row.
   template <class Meanwhile>
-  __device__ __forceinline__ Proposal propose_staged(Meanwhile meanwhile) {
+  __device__ __forceinline__ Proposal propose_staged(int joint, Meanwhile meanwhile) {
     constexpr int kGroups = 128;  // at most: 96 where the members are 3 or 6
     alignas(16) __shared__ unsigned maxima[kGroups];
     const int size = Team<C>::size(), lane = threadIdx.x % 32;
@@ -676,11 +676,30 @@ struct Kept {
     }
     // Below every logit's.
     if (threadIdx.x < kGroups - all_groups) mail(0).send(&maxima[all_groups + threadIdx.x], 0, Team<C>::rank());
+    // They are on their way: time for the weights, relative to the greatest that the thread has seen.
+    own_sum = 0.0f;
+    const float own_origin = fmaxf(own * scale(), -1e30f);  // finite where there is nothing but -inf
+    if (sums(joint)) {
+      Sum sum;
+      constexpr int kDepth = 4;
+      Vector<T> nothing;
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
+#pragma unroll 1
+      for (int j = from + lane; j < to; j += kDepth * 32) {
+        Vector<T> v[kDepth];
+#pragma unroll
+        for (int d = 0; d < kDepth; d++) v[d] = j + d * 32 < to ? TeamRow::as_vector(part[j + d * 32]) : nothing;
+        sum.add(v, CUDART_INF_F, scale(), own_origin);
+      }
+      own_sum = sum.sum;
+    }
     meanwhile();
     mail(0).wait(0);
     const uint4 four = reinterpret_cast<const uint4*>(maxima)[lane];
     const unsigned best = __reduce_max_sync(~0u, max(max(four.x, four.y), max(four.z, four.w)));
     row_best = best == ~0u ? CUDART_NAN_F : value_of(best);
+    own_sum *= exp2_approx(-__fmaf_rn(row_best, scale(), -own_origin));
     if (best == ~0u) return {0.0f, false, 0.0f, false, false};
     const float reference = row_best;
     const auto above = [&](float threshold, bool guess) {
@@ -922,21 +941,9 @@ struct Kept {
     int from, to;
     row.part_of_warp(&from, &to);
     const uint4* const part = row.staged - row.begin;
+    // The others' sums are of all that they have seen.
     Sum sum;
-    if (sums_weights) {
-      const float scale = this->scale();
-      constexpr int kDepth = 4;
-      Vector<T> nothing;
-#pragma unroll
-      for (int w = 0; w < Row<T>::kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
-#pragma unroll 1
-      for (int j = from + lane; j < to; j += kDepth * 32) {
-        Vector<T> v[kDepth];
-#pragma unroll
-        for (int d = 0; d < kDepth; d++) v[d] = j + d * 32 < to ? TeamRow::as_vector(part[j + d * 32]) : nothing;
-        sum.add(v, threshold, scale, origin);
-      }
-    }
+    if (!(own_best >= threshold)) sum.sum = own_sum;
     constexpr int kAtOnce = 4, kLanes = 32 / kAtOnce;
     unsigned hits = __ballot_sync(~0u, own_best >= threshold);
 #pragma unroll 1
@@ -954,6 +961,10 @@ struct Kept {
         for (int j = from + __ffs(from_whose) - 1 + lane % kLanes * 32; j < to; j += 32 * kLanes) {
           const Vector<T> v = TeamRow::as_vector(part[j]);
           note(v, row.first(j), threshold, &shared.slice, slots);
+          if (sums_weights) {
+            const Vector<T> only[1] = {v};
+            sum.add(only, threshold, scale(), origin);
+          }
         }
       }
       __syncwarp();
@@ -1079,16 +1090,6 @@ struct Kept {
     has_nan = summary.flags, has_infinity = numbers > 0 && value_of(best_key) == CUDART_INF_F;
   }
 
-  // A warp's part of a sum of 96 bits, by words.
-  static __device__ __forceinline__ void add_to(unsigned* sum, Mass mass) {
-    if (threadIdx.x % 32 != 0) return;
-    unsigned carry = shared_add(&sum[0], (unsigned)mass.low) > ~(unsigned)mass.low;
-    const u64 middle = (mass.low >> 32) + carry;
-    carry = (unsigned)(middle >> 32);
-    carry += (shared_add(&sum[1], (unsigned)middle) > ~(unsigned)middle);
-    shared_add(&sum[2], (unsigned)mass.high + carry);
-  }
-
   // Part 2: the cut, where it lies among the best kTop. `passed` is the pass's result, its weights
   // relative to `reference`. What takes no more than one warp, one warp does.
   __device__ bool rank_top(int joint, const Part& passed, float reference) {
@@ -1107,9 +1108,10 @@ struct Kept {
     Top& top = shared.top;
     __shared__ unsigned admitted, admitted_from;
     __shared__ Verdict verdict;
+    __shared__ Range whole;
     const bool whole_row = low <= kNegInfinityKey + 1;
     unsigned count = gathered, edge = low;
-    if (threadIdx.x == 0) top.slots = top.others[0] = top.others[1] = top.others[2] = 0;
+    if (threadIdx.x == 0) top.slots = 0;
     if (count > kTop) {
       if (threadIdx.x < kTopBins) top.bins[threadIdx.x] = 0;
       __syncthreads();
@@ -1155,41 +1157,50 @@ struct Kept {
     if (limited && limits.top_k > count && !complete) return false;
     // The mass of what is gathered and not ranked, where it matters.
     const bool refers = sums(joint) && count < gathered;
-    Mass others = {0, 0};
+    double others = 0.0;
 #pragma unroll 1
     for (int i = threadIdx.x; i < gathered; i += kThreads) {
       const unsigned key = shared.gathered.keys[i];
       if (key < edge && !refers) continue;
-      const u64 mass = mass_of_few(softmax, value_of(key));
+      const double mass = mass_of_few(softmax, value_of(key));
       if (key >= edge) {
         const unsigned slot = count == gathered ? i : atomicAdd(&top.slots, 1u);
         top.found[slot] = {(u64)key << 32 | ~shared.gathered.positions[i], mass};
       } else {
-        others = others + Mass{mass, 0};
+        others += mass;
       }
     }
-    if (refers) add_to(top.others, warp_sum(others));
+    if (refers) {
+      others = warp_reduce(others, AddSums());
+      if (threadIdx.x % 32 == 0) top.others[threadIdx.x / 32] = others;
+    }
     __syncthreads();
     count_step();
     summed = !(limited && !(limits.top_p < 1.0f) && !(limits.min_p > 0.0f));
+    const bool by_mass = limits.top_p < 1.0f && limits.top_k != 1, of_ranked = complete || (limited && !joint);
+    // What a top-p is a fraction of, if not of the ranked: by a warp that has the fewest comparisons to make.
+    if (by_mass && !of_ranked && threadIdx.x / 32 == kWarps - 1) {
+      const unsigned lane = threadIdx.x % 32;
+      double inside = refers && lane < kWarps ? top.others[lane] : 0.0;
+#pragma unroll
+      for (int i = 0; i < kTop / 32; i++) inside += lane + i * 32 < count ? top.found[lane + i * 32].mass : 0.0;
+      whole = bound(passed, reference, warp_reduce(inside, AddSums()));
+    }
     const Pairs pairs(count);
     if (pairs.works) {
       const bool exists = pairs.element < count, writes = exists && pairs.part == 0;
       const Top::Member mine = top.found[exists ? pairs.element : 0];
       unsigned rank = 0;
       if (summed) {
-        Halves above;
-#pragma unroll 4
-        for (unsigned other = pairs.part; other < count; other += pairs.parts) {
+        double above = 0.0;
+        pairs.for_each(count, [&](unsigned other, bool is) {
           const Top::Member its = top.found[other];
-          const unsigned greater = its.order > mine.order;
-          rank += greater, above.add(its.mass, greater);
-        }
+          if (is && its.order > mine.order) rank++, above += its.mass;
+        });
         rank = pairs.combine(rank), above = pairs.combine(above);
-        if (writes) top.above[rank] = above.sum();
+        if (writes) top.above[rank] = above;
       } else {
-#pragma unroll 4
-        for (unsigned other = pairs.part; other < count; other += pairs.parts) rank += top.found[other].order > mine.order;
+        pairs.for_each(count, [&](unsigned other, bool is) { rank += is && top.found[other].order > mine.order; });
         rank = pairs.combine(rank);
       }
       if (writes) top.ranked[rank] = mine;
@@ -1198,12 +1209,25 @@ struct Kept {
     if (!summed) {
       members = min(limits.top_k, count);
     } else {
-      others = refers ? Mass{(u64)top.others[1] << 32 | top.others[0], top.others[2]} : Mass{0, 0};
-      if (threadIdx.x < 32) decide(&verdict, joint, count, limited, complete, passed, reference, others, nullptr);
+      const unsigned most = limited ? min(limits.top_k, count) : count;
+      if (threadIdx.x < 32) {
+        const double mass = of_ranked ? top.first(limited && !joint ? most : count) : 0.0;
+        decide(&verdict, count, most, limited || complete, by_mass, of_ranked ? Range{mass, mass, true} : whole);
+      }
       __syncthreads();
       if (verdict.wants_exact) {
-        const Mass whole = mass_above(kNegInfinityKey);
-        if (threadIdx.x < 32) decide(&verdict, joint, count, limited, complete, passed, reference, others, &whole);
+        __shared__ Mass exact;
+        Mass all = {0, 0};
+        if (!of_ranked) all = mass_above(kNegInfinityKey);
+        if (threadIdx.x == 0) exact = all;
+        __syncthreads();
+        if (threadIdx.x < 32) {
+          bool closed = limited || complete;
+          unsigned kept = min(most, exact_ends(top, count, limited && !joint ? most : count, closed, &exact, limits.top_p));
+          closed |= kept > 0;
+          if (limits.min_p > 0.0f && kept > 1) cut_by_min_p(count, &kept, &closed);
+          if (threadIdx.x == 0) verdict = {kept, closed && kept > 0, false};
+        }
         __syncthreads();
       }
       if (!verdict.closed) return false;
@@ -1221,58 +1245,82 @@ struct Kept {
     bool closed, wants_exact;
   };
 
-  // By one warp. Two sums of all weights that the exact one lies between: the greatest in the first lane,
-  // the least in the others. Few instructions matter more than few at a time: they are fetched once each.
-  __device__ __forceinline__ void decide(Verdict* verdict, int joint, unsigned count, bool limited,
-                                         bool complete, const Part& passed, float reference,
-                                         Mass others, const Mass* exact) const {
+  // What a mass lies in, if anything is known of it.
+  struct Range {
+    double least, most;
+    bool known;
+  };
+
+  // By one warp: `most` may be kept of the ranked. Few instructions matter more than few at a time: their latencies
+  // add up.
+  __device__ __forceinline__ void decide(Verdict* verdict, unsigned count, unsigned most, bool closed, bool by_mass,
+                                         const Range& whole) const {
     const Top& top = shared.top;
-    const unsigned lane = threadIdx.x % 32;
-    unsigned kept = limited ? min(limits.top_k, count) : count;
-    bool closed = limited || complete, wants_exact = false;
-    if (limits.top_p < 1.0f && limits.top_k != 1) {
-      Mass whole;
-      bool bounded = true;
-      if (exact) whole = *exact;
-      else if ((limited && !joint) || complete) whole = top.first(limited && !joint ? kept : count);
-      else bounded = bound(passed, reference, top.first(count) + others, lane == 0, &whole);
-      if (!bounded) {
-        wants_exact = true;
-      } else {
-        const Mass target = nucleus(limits.top_p, whole), most = shuffle(target, 0), least = shuffle(target, 1);
-        // How many of the ranked reach it.
-        unsigned ends = 0, ends_least = 0;
-#pragma unroll 1
-        for (unsigned at = lane; at < count; at += 32) {
-          const Mass above = top.above[at];
-          ends += above < most, ends_least += above < least;
+    unsigned kept = most;
+    bool wants_exact = false;
+    if (by_mass) {
+      if (whole.known) {
+        const double target = limits.top_p * whole.most * (1.0 + kRounding);
+        const double least = limits.top_p * whole.least * (1.0 - kRounding);
+        // How many of the ranked begin before it.
+        unsigned ends = 0;
+#pragma unroll
+        for (int i = 0; i < kTop / 32; i++) {
+          const unsigned at = threadIdx.x % 32 + i * 32;
+          const double above = top.above[at];
+          if (at < count) ends += (above < target) + ((above < least) << 16);
         }
-        ends = __reduce_add_sync(~0u, ends), ends_least = __reduce_add_sync(~0u, ends_least);
-        if (!closed && top.first(count) < most) {
+        ends = __reduce_add_sync(~0u, ends);
+        if (!closed && top.first(count) < target) {
           // Beyond the edge, or so close to it that only the exact sum tells.
           kept = 0;
         } else {
-          wants_exact = min(kept, ends_least) != min(kept, ends);
-          kept = min(kept, ends), closed = true;
+          wants_exact = min(kept, ends >> 16) != min(kept, ends & 0xffff);
+          kept = min(kept, ends & 0xffff), closed = true;
         }
+      } else {
+        wants_exact = true;
       }
     }
-    if (limits.min_p > 0.0f && kept > 1) {
-      const double bound = log((double)limits.min_p);
-      unsigned ends = 0;
-#pragma unroll 1
-      for (unsigned at = lane; at < count; at += 32) {
-        ends += (double)softmax.exponent(value_of(top.ranked[at].order >> 32)) >= bound;
-      }
-      ends = __reduce_add_sync(~0u, ends);
-      closed |= ends < count;
-      kept = min(kept, ends);
-    }
-    if (lane == 0) *verdict = {kept, closed && kept > 0, wants_exact};
+    if (limits.min_p > 0.0f && kept > 1 && !wants_exact) cut_by_min_p(count, &kept, &closed);
+    if (threadIdx.x == 0) *verdict = {kept, closed && kept > 0, wants_exact};
   }
 
-  // A bound of the exact sum of weights, from above or below: what is gathered, and the rest from the
-  // pass's f32 sum relative to the reference. False where there is none.
+  // By one warp.
+  __device__ __forceinline__ void cut_by_min_p(unsigned count, unsigned* kept, bool* closed) const {
+    const unsigned ends = reaching_min_p(shared.top, count, limits.min_p, softmax);
+    *closed |= ends < count;
+    *kept = min(*kept, ends);
+  }
+  static __device__ __noinline__ unsigned reaching_min_p(const Top& top, unsigned count, float min_p,
+                                                         const Softmax softmax) {
+    const double bound = log((double)min_p);
+    unsigned ends = 0;
+#pragma unroll 1
+    for (unsigned at = threadIdx.x % 32; at < count; at += 32) {
+      ends += (double)softmax.exponent(value_of(top.ranked[at].order >> 32)) >= bound;
+    }
+    return __reduce_add_sync(~0u, ends);
+  }
+
+  // How many of the ranked begin before the nucleus ends, by exact sums: of `all`, or where that is 0 of the first
+  // `of`. None where the ranked are less than it, and are not all. By one warp.
+  static __device__ __noinline__ unsigned exact_ends(const Top& top, unsigned count, unsigned of, bool closed,
+                                                     const Mass* all, float top_p) {
+    Mass sum = {0, 0}, whole = *all;
+    if ((whole.low | whole.high) == 0) {
+#pragma unroll 1
+      for (unsigned i = 0; i < of; i++) whole = whole + Mass{(u64)top.ranked[i].mass, 0};
+    }
+    const Mass target = nucleus(top_p, whole);
+    unsigned ends = 0;
+#pragma unroll 1
+    for (; ends < count && sum < target; ends++) sum = sum + Mass{(u64)top.ranked[ends].mass, 0};
+    return closed || !(sum < target) ? ends : 0;
+  }
+
+  // What the exact sum of weights lies in: what is gathered, and the rest from the pass's f32 sum relative to the
+  // reference. Not known where there is no bound.
   //
   // The pass's weights are 2^(x scale - origin) with one rounding of the exponent, whatever the product
   // that the origin is rounded from: it is the same number here.
@@ -1281,28 +1329,27 @@ struct Kept {
   // itself, one of the exact weights by 2. None in the rest is above 0, so the weights times their
   // exponents come to at most the sum times log2(size / sum): the entropy of `size` equal ones. A
   // weight is off by 4 in the one sum and in the other, and a carried sum, with those that it is of and the
-  // tree that joins the threads', by 30; how far the origin is below the maximum adds 6 times that, and 8;
-  // the rest is slack. Besides, each exact weight is rounded down to a unit.
-  __device__ __forceinline__ bool bound(const Part& passed, float reference, Mass inside, bool above,
-                                        Mass* bound) const {
+  // tree that joins the threads', by 30; how far the origin is below the maximum adds 6 times that, and 8. The sum of a
+  // thread may have an origin of its own, not below any of its logits: exponents that add up are off by what their sum
+  // is, and the second factor by 6. The rest is slack. Besides, each exact weight is rounded down to a unit.
+  __device__ __forceinline__ Range bound(const Part& passed, float reference, double inside) const {
+    const Range unknown = {0.0, 0.0, false};
     const float max = value_of(best_key), sum = passed.sum;
     const float origin = reference * scale(), octaves = __fmaf_rn(max, scale(), -origin);
     const float beyond = fmaxf(octaves * 0.6931472f, 0.0f);
     // At lower temperatures the pass's scale overflows: its weights are 0 where the exact ones are not.
-    if (!(limits.temperature >= 1e-38f)) return false;
+    if (!(limits.temperature >= 1e-38f)) return unknown;
     if (!(octaves > -1.0f) || !(octaves < 87.0f) || !(sum >= 0.0f && sum < 1e30f) || !(fabsf(origin) < 1e30f) ||
         !(fabsf(max) < 1e30f)) {
-      return false;
+      return unknown;
     }
     constexpr float kUnit = 1.0f / (1 << 24), kLn2 = 0.6931472f;
     // The quotient of the two overflows where the sum is a few of the least weights there are.
     const float tilt = sum > 0.0f ? (__log2f((float)row.size) - __log2f(sum) + 1.0f) * kLn2 : 0.0f;
-    const float error = kUnit * (6.0f * tilt + 8.0f * beyond + 70.0f);
-    const double weights = (double)sum * exp2_approx(-octaves), either = weights * error;
-    const Mass rest = to_mass(fmax(above ? weights + either : weights - either, 0.0));
-    const Mass rounded = {above ? 0 : (u64)row.size, 0};
-    *bound = inside + (rounded < rest ? rest - rounded : Mass{0, 0});
-    return true;
+    const float error = kUnit * (6.0f * tilt + 8.0f * beyond + 76.0f);
+    const double rest = sum * exp2_approx(-octaves) * 0x1p62;
+    const double least = inside * (1.0 - kRounding) + fmax(rest * (1.0f - error) - row.size, 0.0);
+    return {least, inside * (1.0 + kRounding) + rest * (1.0f + error), true};
   }
 
   // Notes an element of the slice, if there is room. Of many: an addition for all that come together.

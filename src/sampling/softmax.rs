@@ -116,25 +116,27 @@ pub(crate) fn mass(weight: f32) -> u64 {
     (weight * (1u64 << UNIT_LOG2) as f32) as i64 as u64
 }
 
-/// The mass as f64, in units of the greatest weight.
+/// The mass as f64, in units of the greatest weight: by halves, as the kernels convert it.
 pub(crate) fn to_f64(mass: u128) -> f64 {
-    raw_f64(mass) / (1u64 << UNIT_LOG2) as f64
-}
-
-/// By halves, as the kernels convert it.
-fn raw_f64(mass: u128) -> f64 {
-    (mass >> 64) as u64 as f64 * TWO_64 + mass as u64 as f64
+    let raw = (mass >> 64) as u64 as f64 * TWO_64 + mass as u64 as f64;
+    raw / (1u64 << UNIT_LOG2) as f64
 }
 
 pub(crate) const TWO_64: f64 = 18446744073709551616.0;
 
-/// The least integer mass that is not below `p` times `total`: tokens are kept while the mass
-/// before them is below it.
+/// The least integer mass that is not below `p` times `total`, for a p between 0 and 1: tokens are
+/// kept while the mass before them is below it.
 pub(crate) fn nucleus(p: f32, total: u128) -> u128 {
-    let target = (p as f64 * raw_f64(total)).ceil();
-    let high = (target / TWO_64).floor();
-    let low = target - high * TWO_64;
-    ((high as u64 as u128) << 64) | low as u64 as u128
+    let exponent = p.to_bits() >> 23;
+    // p is a fraction of 24 bits over 2^shift, and no mass of a row has more than 93.
+    let fraction = p.to_bits() & 0x7f_ffff | if exponent > 0 { 0x80_0000 } else { 0 };
+    let shift = 150 - exponent.max(1);
+    let product = total * fraction as u128;
+    let rounded_up = |shift| (product + ((1u128 << shift) - 1)) >> shift;
+    match shift {
+        0..=126 => rounded_up(shift),
+        _ => (product > 0) as u128,
+    }
 }
 
 /// floor(total * draw / 2^64): the point of the CDF that a 64-bit draw falls on.
@@ -222,6 +224,11 @@ mod tests {
     #[test]
     fn points_of_the_cdf() {
         assert_eq!(nucleus(0.5, 1 << 80), 1 << 79);
+        assert_eq!(nucleus(0.5, (1 << 80) + 1), (1 << 79) + 1);
+        assert_eq!(nucleus(0.75, (1 << 92) + 1), (3 << 90) + 1);
+        assert_eq!(nucleus(f32::from_bits(1), 1 << 92), 1);
+        assert_eq!(nucleus(2f32.powi(-100), 3 << 90), 1);
+        assert_eq!(nucleus(2f32.powi(-64), (1 << 92) + 1), (1 << 28) + 1);
         assert_eq!(
             nucleus(1e-9, 1 << 62),
             (1e-9f32 as f64 * (1u64 << 62) as f64).ceil() as u128

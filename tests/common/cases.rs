@@ -401,6 +401,11 @@ pub fn special_rows(vocab: usize) -> Vec<(&'static str, Vec<f32>)> {
         row[n - 1] = -87.2;
         row
     }));
+    rows.push(("64 equal ones share all the mass", {
+        let mut row = base.clone();
+        (0..64.min(n)).for_each(|i| row[i * n / 64.min(n)] = 90.0);
+        row
+    }));
     rows.push(("one and a tail of a millionth", {
         let mut row = vec![(1e-6f32 / n as f32).ln(); n];
         row[n / 2] = 0.0;

@@ -164,7 +164,10 @@ impl Case {
             // What is rare, in one row of eight.
             if rng.random_range(0..8) == 0 {
                 let at = rng.random_range(0..self.vocab);
-                row[at] = [f32::NAN, f32::INFINITY, 60.0][rng.random_range(0..3)];
+                let rare = [f32::NAN, f32::INFINITY, 60.0, 60.0][rng.random_range(0..4)];
+                // Equal ones share all the mass, so that a nucleus may end between two of them.
+                let many = [1, 1, 2, 4, 64][rng.random_range(0..5)];
+                (0..many).for_each(|i| row[(at + 7 * i) % self.vocab] = rare);
             }
             flat.extend(row.into_iter().map(T::round));
         }
