@@ -5,7 +5,7 @@
 //    part behind it, both into the cache; layer norm and RoPE of the index key, into the cache.
 // 2. `queries`: of the product of the queries' latent with the weights of both kinds of queries. A warp a head: RoPE
 //    into the tail of an attention query, whose first part another product writes; RoPE of an index query.
-// 3. `weights`: the indexer's weight of each head, in f32, of few rows: a block a head.
+// 3. `weights`: the indexer's weight of each head, in f32, of few rows: a block a head and four rows.
 //
 // All arithmetic is f32. What a model's own code rounds between two steps is rounded here too. Index keys and
 // queries become e4m3 where the cache is: they go through a Hadamard transform, which spreads outliers and leaves
@@ -301,24 +301,24 @@ __device__ __forceinline__ void queries(const QueriesRequest<T>& r) {
 // Rows that read a head's weights together.
 constexpr int kTogether = 4;
 
-// A block a head: `x` [rows, n] by its weights, to [rows, heads].
+// A block a head and so many rows: `x` [rows, n] by the head's weights, to [rows, heads].
 template <class T>
-__device__ __forceinline__ void weights(const T* x, int64_t pitch, const float* matrix, int rows, int n, float* to) {
-  const float* own = matrix + int64_t(blockIdx.x) * n;
-  for (int first = 0; first < rows; first += kTogether) {
-    float sums[kTogether] = {};
+__device__ __forceinline__ void weights(const T* x, int64_t pitch, const float* matrix, int rows, int n, int heads,
+                                        float* to) {
+  const int head = blockIdx.x % heads, first = blockIdx.x / heads * kTogether;
+  const float* own = matrix + int64_t(head) * n;
+  float sums[kTogether] = {};
 #pragma unroll 4
-    for (int i = threadIdx.x; i < n; i += kThreads) {
-      const float weight = own[i];
+  for (int i = threadIdx.x; i < n; i += kThreads) {
+    const float weight = own[i];
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j)
-        if (first + j < rows) sums[j] += weight * widen(x[(first + j) * pitch + i]);
-    }
+    for (int j = 0; j < kTogether; ++j)
+      if (first + j < rows) sums[j] += weight * widen(x[(first + j) * pitch + i]);
+  }
 #pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      const float sum = block_sum(sums[j]);
-      if (threadIdx.x == 0 && first + j < rows) to[int64_t(first + j) * gridDim.x + blockIdx.x] = sum;
-    }
+  for (int j = 0; j < kTogether; ++j) {
+    const float sum = block_sum(sums[j]);
+    if (threadIdx.x == 0 && first + j < rows) to[int64_t(first + j) * heads + head] = sum;
   }
 }
 
@@ -342,8 +342,9 @@ __device__ __forceinline__ void add_bias(T* x, const T* bias, uint64_t count, ui
     dsa::queries(r);                                                                                       \
   }                                                                                                        \
   extern "C" __global__ void __launch_bounds__(dsa::kThreads)                                              \
-      dsa_weights(const T* x, int64_t pitch, const float* matrix, int32_t rows, int32_t n, float* to) {    \
-    dsa::weights(x, pitch, matrix, rows, n, to);                                                           \
+      dsa_weights(const T* x, int64_t pitch, const float* matrix, int32_t rows, int32_t n, int32_t heads,  \
+                  float* to) {                                                                             \
+    dsa::weights(x, pitch, matrix, rows, n, heads, to);                                                    \
   }                                                                                                        \
   extern "C" __global__ void __launch_bounds__(dsa::kThreads)                                              \
       dsa_bias(T* x, const T* bias, uint64_t count, uint32_t n) {                                          \

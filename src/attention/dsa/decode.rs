@@ -2,7 +2,7 @@
 
 use super::super::{index_topk_into, IndexBuffers, IndexKeys, Positions, Workspace};
 use super::cache::DsaCache;
-use super::step::{advance, At, Memory};
+use super::step::{advance, At, Memory, FEW};
 use super::DsaAttention;
 use crate::selection::{Order, TopK};
 use candle_core::{bail, DType, Device, Result, Tensor};
@@ -38,7 +38,7 @@ pub struct DecodeBuffers {
     sequences: usize,
     tokens: usize,
     most: usize,
-    /// I32 `[B]`.
+    /// U32 `[B]`; from 2^31 up: the sequence rests.
     lengths: Tensor,
     /// U32 `[B n]`.
     ends: Tensor,
@@ -54,7 +54,7 @@ impl DecodeBuffers {
     /// through this layer and others of its model. All sequences rest until their lengths are set.
     ///
     /// # Errors
-    /// For sizes of 0, on a device other than CUDA, where the device has no memory for it, and during a
+    /// For sizes of 0, more than 256 rows, on a device other than CUDA, where the device has no memory for it, and during a
     /// capture.
     pub fn new(
         layer: &DsaAttention,
@@ -73,11 +73,14 @@ impl DecodeBuffers {
             )
         }
         let rows = sequences.saturating_mul(tokens);
+        if rows > FEW {
+            bail!("{OP}: a step of {tokens} tokens of {sequences} sequences is {rows} rows, at most {FEW} are supported; forward serves more")
+        }
         Ok(Self {
             sequences,
             tokens,
             most: capacity,
-            lengths: Tensor::from_vec(vec![-1i32; sequences], sequences, device)?,
+            lengths: Tensor::from_vec(vec![u32::MAX; sequences], sequences, device)?,
             ends: Tensor::zeros(rows, DType::U32, device)?,
             index: IndexBuffers::new(rows, capacity, layer.topk, device)?,
             workspace: Workspace::new(device)?,
@@ -104,11 +107,7 @@ impl DecodeBuffers {
                 self.most
             )
         }
-        let lengths: Vec<i32> = lengths.iter().map(|&length| length as i32).collect();
-        self.upload(lengths)
-    }
-
-    fn upload(&mut self, lengths: Vec<i32>) -> Result<()> {
+        let lengths: Vec<u32> = lengths.iter().map(|&length| length as u32).collect();
         let lengths = Tensor::from_vec(lengths, self.sequences, self.device())?;
         self.lengths.slice_set(&lengths, 0, 0)
     }

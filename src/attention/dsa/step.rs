@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Result, Tensor};
 
 /// Rows of which the indexer's weights are one launch, and all products of a width are of one shape, whether
 /// something is scored or not: what comes of a token does not depend on that.
-const FEW: usize = 16;
+pub(super) const FEW: usize = 256;
 
 /// The memory of a step's intermediate results.
 #[derive(Debug)]

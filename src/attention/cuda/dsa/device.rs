@@ -132,8 +132,7 @@ fn written<'a>(
         CudaStorageSlice::BF16(slice) => addresses.written(slice),
         CudaStorageSlice::F8E4M3(slice) => addresses.written(slice),
         CudaStorageSlice::U32(slice) => addresses.written(slice),
-        CudaStorageSlice::I32(slice) => addresses.written(slice),
-        _ => bail!("{OP}: an output is {dtype:?}, F32, F16, BF16, F8E4M3, U32 or I32 is needed"),
+        _ => bail!("{OP}: an output is {dtype:?}, F32, F16, BF16, F8E4M3 or U32 is needed"),
     };
     Ok(at + (offset * dtype.size_in_bytes()) as u64)
 }
@@ -429,17 +428,22 @@ pub(in super::super::super) fn weights(
     let by = read(&mut addresses, &matrix)?;
     let to = written(&mut addresses, out, 0)?;
     let pitch = x.layout.stride()[0] as i64;
+    /// Rows of a block: `kTogether` in `kernels/attention/dsa.cuh`.
+    const TOGETHER: usize = 4;
+    let teams = teams(heads * count.div_ceil(TOGETHER), 0)?;
     let (count, n) = (int("rows", count)?, int("hidden states", n)?);
+    let heads = int("heads", heads)?;
     let arguments = [
         arg(&from),
         arg(&pitch),
         arg(&by),
         arg(&count),
         arg(&n),
+        arg(&heads),
         arg(&to),
     ];
     // SAFETY: x has so many rows, and the matrix and the output a row and a column for each head.
-    unsafe { kernel.launch(teams(heads, 0)?, arguments) }
+    unsafe { kernel.launch(teams, arguments) }
 }
 
 /// The positions below the ends U32 `[rows]`, of which no row has more than k: U32 `[rows, k]`.
@@ -463,7 +467,7 @@ pub(in super::super::super) fn everything(
     unsafe { kernel.launch(teams, [arg(&ends), arg(&count), arg(&k), arg(&to)]) }
 }
 
-/// A step of `each` tokens of all sequences: their lengths I32 `[B]` with these, and the ends U32
+/// A step of `each` tokens of all sequences: their lengths U32 `[B]` with these, and the ends U32
 /// `[B each]` of their rows.
 pub(in super::super::super) fn advance(
     lengths: &mut CudaStorage,
@@ -473,8 +477,8 @@ pub(in super::super::super) fn advance(
 ) -> Result<()> {
     let device = lengths.device().clone();
     let sequences = match &lengths.slice {
-        CudaStorageSlice::I32(slice) => slice.len(),
-        _ => bail!("{OP}: lengths are {:?}, I32 is needed", lengths.dtype()),
+        CudaStorageSlice::U32(slice) => slice.len(),
+        _ => bail!("{OP}: lengths are {:?}, U32 is needed", lengths.dtype()),
     };
     let kernel = STEPS.kernel(&device, "steps_advance", 0)?;
     let stream = kernel.stream.clone();
