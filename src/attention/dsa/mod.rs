@@ -28,6 +28,9 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! On CUDA a step of decoding is also a CUDA graph: [`DecodeGraph`] of a layer, or
+//! [`decode_into`](DsaAttention::decode_into) within one of a model.
 
 mod cache;
 mod config;
