@@ -560,7 +560,8 @@ mod tests {
         );
         assert!(text.contains("latent decode, 128 / 1 heads"), "{text}");
         assert!(text.contains("0 of 1 cells are right"), "{text}");
-        let layer = "| glm-5 | prefill | 1 | 8K | 104 | 1.04 | - | - | - | - | 7.0 | - | - | - | - |";
+        let layer =
+            "| glm-5 | prefill | 1 | 8K | 104 | 1.04 | - | - | - | - | 7.0 | - | - | - | - |";
         assert!(text.contains(layer), "{text}");
         assert!(text.contains("| dense, bf16 | 6.750 |"), "{text}");
         let group = "| a group, first 4 and last 32, bf16 | +0.30 % |";

@@ -474,20 +474,13 @@ pub fn index_topk(
         chosen.push(top.select(&scores, &selection_bounds(&part))?);
         Ok(())
     };
-    // Held to the end: freed memory could become the other's, and its launch wait for this one's.
-    let ahead = match chunks.ahead {
-        0 => None,
-        ahead => {
-            let scores = unset(device, (ahead, width))?;
-            run(0, ahead, &scores)?;
-            Some(scores)
-        }
-    };
+    if chunks.ahead > 0 {
+        run(0, chunks.ahead, &unset(device, (chunks.ahead, width))?)?;
+    }
     let scores = unset(device, (chunks.each, width))?;
     for first in (chunks.ahead..rows).step_by(chunks.each) {
         run(first, chunks.each.min(rows - first), &scores)?;
     }
-    drop(ahead);
     if let [_] = chosen[..] {
         return Ok(chosen.remove(0));
     }
