@@ -72,6 +72,9 @@ struct Args {
     /// Tokens of a sequence, of the grids other than `terminal`; `chain` takes twice as many
     #[arg(long, default_value_t = 64 << 10)]
     t: usize,
+    /// Bytes that scores of `prefill` take at a time [default: 1073741824]
+    #[arg(long, value_delimiter = ',')]
+    budget: Vec<usize>,
     /// How many rows of each shape are checked
     #[arg(long, default_value_t = 3)]
     check: usize,
@@ -539,9 +542,9 @@ impl Bench {
         self.together(&operands, decoy.as_ref(), &what, more)
     }
 
-    /// In chunks under a budget.
+    /// In chunks under budgets.
     fn prefill(&self, dtype: DType) -> Result<usize> {
-        let (length, budget) = (self.args.t, 1 << 30);
+        let length = self.args.t;
         let rows = length.min(8192);
         let gpu = &self.gpu;
         let ends: Vec<u32> = (length - rows..length).map(|row| row as u32 + 1).collect();
@@ -554,35 +557,13 @@ impl Bench {
             ..
         } = &operands;
         let top = TopK::new(K)?;
-        let whole = || index_topk(q, &keys, weights, visible, &top, budget);
-        let chosen = whole()?;
         // All scores at once, to look at and to time the parts with.
         let scores = Tensor::zeros((rows, length), DType::F32, &gpu.device)?;
         gpu.poison(&scores)?;
         let score = || indexer_scores_into(q, &keys, weights, visible, &scores);
         score()?;
         let what = format!("index_topk, {dtype:?}, under a budget");
-        let mut mismatches = self.check_scores(&what, &operands, &scores)?;
-        mismatches += self.check_positions(&what, &operands, &scores, &chosen)?;
-        drop(chosen);
-
-        let mut times = vec![];
-        for i in 0..gpu.replays.min(20) + 2 {
-            let event = || {
-                let context = gpu.stream.context();
-                context.new_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w()
-            };
-            let (start, end) = (event()?, event()?);
-            start.record(&gpu.stream).w()?;
-            let chosen = whole()?;
-            end.record(&gpu.stream).w()?;
-            let took = start.elapsed_ms(&end).w()? as f64 * 1e3;
-            drop(chosen);
-            if i >= 2 {
-                times.push(took);
-            }
-        }
-        times.sort_by(f64::total_cmp);
+        let of_scores = self.check_scores(&what, &operands, &scores)?;
         let scores_times = self.replays(&gpu.capture(score)?, None)?;
         let mut positions = SelectionBuffers::new(rows, K, &gpu.device)?;
         let mut space = selection::Workspace::new(&gpu.device)?;
@@ -592,19 +573,46 @@ impl Bench {
         select()?;
         let selection_times = self.replays(&gpu.capture(select)?, None)?;
         let parts = median(&scores_times) + median(&selection_times);
-        self.print(
-            "index_topk",
-            &times,
-            json!({
-                "phase": "prefill", "s": rows, "t": length, "h": HEADS, "d": DIM, "k": K,
-                "dtype": dtype_name(dtype), "lens": "causal", "budget": budget,
-                "scores_us": us(median(&scores_times)), "selection_us": us(median(&selection_times)),
-                "over_parts": us(median(&times) / parts),
-                "tflops": (operands.flops() / median(&scores_times) / 1e6).round(),
-                "l2": "warm", "exact": mismatches == 0,
-            }),
-        );
-        Ok(mismatches)
+        let mut all = 0;
+        for budget in or(&self.args.budget, &[1 << 30]) {
+            let whole = || index_topk(q, &keys, weights, visible, &top, budget);
+            let chosen = whole()?;
+            let mismatches =
+                of_scores + self.check_positions(&what, &operands, &scores, &chosen)?;
+            all += mismatches;
+            drop(chosen);
+            let mut times = vec![];
+            for i in 0..gpu.replays.min(20) + 2 {
+                let event = || {
+                    let context = gpu.stream.context();
+                    context.new_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w()
+                };
+                let (start, end) = (event()?, event()?);
+                start.record(&gpu.stream).w()?;
+                let chosen = whole()?;
+                end.record(&gpu.stream).w()?;
+                let took = start.elapsed_ms(&end).w()? as f64 * 1e3;
+                drop(chosen);
+                if i >= 2 {
+                    times.push(took);
+                }
+            }
+            times.sort_by(f64::total_cmp);
+            self.print(
+                "index_topk",
+                &times,
+                json!({
+                    "phase": "prefill", "s": rows, "t": length, "h": HEADS, "d": DIM, "k": K,
+                    "dtype": dtype_name(dtype), "lens": "causal", "budget": budget,
+                    "scores_us": us(median(&scores_times)),
+                    "selection_us": us(median(&selection_times)),
+                    "over_parts": us(median(&times) / parts),
+                    "tflops": (operands.flops() / median(&scores_times) / 1e6).round(),
+                    "l2": "warm", "exact": mismatches == 0,
+                }),
+            );
+        }
+        Ok(all)
     }
 
     /// A step of decoding of a GQA model.

@@ -26,7 +26,9 @@
 //! | `attention_us` | over the positions |
 //! | `output_us` | the products behind it |
 //!
-//! `over_parts` is `us` over their sum. `dense_us` is attention over all positions, by blocks of 128, of at
+//! Products are timed one by one, and norms and RoPE as Candle's ops, one after the other: on CUDA `DsaAttention` has
+//! fewer and fused ones. `over_parts` is `us` over the sum of the parts. `graph_us` is a step of decoding as a CUDA
+//! graph (`DecodeGraph`), its inputs and lengths copied in, and `graph_over_parts` that over the same sum. `dense_us` is attention over all positions, by blocks of 128, of at
 //! most 512 of the rows and scaled to all. Before anything is timed, a layer in bf16 is compared with the same in
 //! f32: where both attend to everything the outputs must be close, and behind that they must choose
 //! nearly the same positions (`exact`).
@@ -38,7 +40,7 @@ mod device;
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::VarBuilder;
-use candle_topk::attention::dsa::{DsaAttention, DsaCache, DsaConfig, Rope};
+use candle_topk::attention::dsa::{DecodeGraph, DsaAttention, DsaCache, DsaConfig, Rope};
 use candle_topk::attention::{
     index_topk, indexer_scores_into, IndexKeys, KeyValues, SparseAttention, Values, Visible,
 };
@@ -73,6 +75,9 @@ struct Args {
     /// Fewer calls
     #[arg(long)]
     quick: bool,
+    /// Without steps as graphs
+    #[arg(long)]
+    plain: bool,
     /// As cargo calls a bench.
     #[arg(long, hide = true)]
     bench: bool,
@@ -175,6 +180,17 @@ struct Step {
 }
 
 impl Step {
+    /// Takes the new tokens out of a cache that has them already.
+    fn forget(&self, cache: &mut DsaCache) -> Result<()> {
+        let filled = self.length - self.tokens;
+        for sequence in 0..self.sequences {
+            if cache.lengths()[sequence] > filled {
+                cache.truncate(sequence, filled)?;
+            }
+        }
+        Ok(())
+    }
+
     fn rows(&self) -> usize {
         self.sequences * self.tokens
     }
@@ -201,12 +217,17 @@ struct Sizes {
 
 const INDEX_DIM: usize = 128;
 
+/// Replays a step.
+type Replay<'a> = Box<dyn Fn() -> Result<()> + 'a>;
+
 /// A layer, and what it writes new keys into.
 trait Layer {
     /// What all new tokens become.
     fn run(&self, x: &Tensor, step: Step) -> Result<Tensor>;
     fn hidden(&self) -> usize;
     fn sizes(&self) -> Sizes;
+    /// A step that is captured once and replayed, where the layer has one.
+    fn graph<'a>(&'a self, x: &'a Tensor, step: Step) -> Result<Option<Replay<'a>>>;
     /// Makes products up to the attention.
     fn projections(&self, rows: usize) -> Result<Box<dyn Fn() -> Result<()>>>;
     fn norms(&self, rows: usize) -> Result<Box<dyn Fn() -> Result<()>>>;
@@ -336,13 +357,34 @@ impl Dsa {
 impl Layer for Dsa {
     fn run(&self, x: &Tensor, step: Step) -> Result<Tensor> {
         let mut cache = self.cache.borrow_mut();
-        for sequence in 0..step.sequences {
-            let filled = step.length - step.tokens;
-            if cache.lengths()[sequence] > filled {
-                cache.truncate(sequence, filled)?;
-            }
-        }
+        step.forget(&mut cache)?;
         Ok(self.layer.forward(x, &mut cache, 0, None)?.hidden)
+    }
+
+    fn graph<'a>(&'a self, x: &'a Tensor, step: Step) -> Result<Option<Replay<'a>>> {
+        let (first, sequences) = (0, step.sequences);
+        let cache = &self.cache;
+        step.forget(&mut cache.borrow_mut())?;
+        let wanted = self.run(x, step)?;
+        let graph = DecodeGraph::new(
+            &self.layer,
+            &mut cache.borrow_mut(),
+            first,
+            sequences,
+            step.tokens,
+        )?;
+        let graph = RefCell::new(graph);
+        let replay = move || -> Result<Tensor> {
+            let mut cache = cache.borrow_mut();
+            step.forget(&mut cache)?;
+            graph.borrow_mut().step(x, &mut cache)
+        };
+        // Bit for bit, or its time says nothing.
+        let bits = |tensor: &Tensor| tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+        if bits(&replay()?)? != bits(&wanted)? {
+            bail!("a captured step gives other hidden states than the step itself")
+        }
+        Ok(Some(Box::new(move || replay().map(drop))))
     }
 
     fn hidden(&self) -> usize {
@@ -470,15 +512,15 @@ impl Layer for Gqa {
         let (rows, dim) = (step.rows(), Self::DIM);
         let x = x.reshape((rows, Self::HIDDEN))?;
         let ends = step.ends(&self.device)?;
-        let first = (step.length - step.tokens) as u32;
-        let places = (0..rows).map(|row| first + (row % step.tokens) as u32);
-        let places = Tensor::new(places.collect::<Vec<_>>(), &self.device)?;
-        let at = |table: &Tensor| table.index_select(&places, 0)?.unsqueeze(1);
+        let first = step.length - step.tokens;
+        // All sequences stand at the same positions: a view of the table serves them.
+        let at = |table: &Tensor| table.narrow(0, first, step.tokens);
         let (cos, sin) = (at(&self.cos)?, at(&self.sin)?);
         let rotated = |x: Tensor, heads: usize| -> Result<Tensor> {
-            let x = x.reshape((rows, heads, 1, dim))?.to_dtype(DType::F32)?;
-            let x = candle_nn::rotary_emb::rope(&x, &cos, &sin)?.to_dtype(DTYPE)?;
-            x.squeeze(2)
+            let dims = (step.sequences, step.tokens, heads, dim);
+            let x = x.reshape(dims)?.to_dtype(DType::F32)?;
+            let x = candle_nn::rotary_emb::rope_thd(&x, &cos, &sin)?.to_dtype(DTYPE)?;
+            x.reshape((rows, heads, dim))
         };
         let q = rotated(x.matmul(&self.q.t()?)?, Self::HEADS)?;
         let k = rotated(x.matmul(&self.k.t()?)?, Self::KV_HEADS)?;
@@ -487,7 +529,7 @@ impl Layer for Gqa {
         let weights = x.to_dtype(DType::F32)?.matmul(&self.index_weights.t()?)?;
         let write = |cache: &Tensor, new: &Tensor| -> Result<()> {
             let dims = [&[step.sequences, step.tokens], &cache.dims()[2..]].concat();
-            cache.slice_set(&new.reshape(dims)?, 1, first as usize)
+            cache.slice_set(&new.reshape(dims)?, 1, first)
         };
         write(&self.keys, &k)?;
         write(&self.values, &v)?;
@@ -500,6 +542,10 @@ impl Layer for Gqa {
         let kv = KeyValues::batched(&self.keys, &self.values);
         let out = attention.forward(&q, &kv, &chosen.positions)?.out;
         out.reshape((rows, Self::HEADS * dim))?.matmul(&self.o.t()?)
+    }
+
+    fn graph<'a>(&'a self, _: &'a Tensor, _: Step) -> Result<Option<Replay<'a>>> {
+        Ok(None)
     }
 
     fn hidden(&self) -> usize {
@@ -552,6 +598,7 @@ impl Layer for Gqa {
 struct Bench {
     gpu: Gpu,
     quick: bool,
+    plain: bool,
 }
 
 impl Bench {
@@ -601,6 +648,12 @@ impl Bench {
             device,
         )?;
         let whole = self.time(decode, || layer.run(&x, step).map(drop))?;
+        let replayed =
+            |graph: Replay| Ok::<f64, candle_core::Error>(median(&self.time(decode, graph)?));
+        let graph = match decode && !self.plain {
+            true => layer.graph(&x, step)?.map(replayed).transpose()?,
+            false => None,
+        };
         drop(x);
         let projections = median_of(&*layer.projections(rows)?)?;
         let norms = median_of(&*layer.norms(rows)?)?;
@@ -722,6 +775,11 @@ impl Bench {
             "tokens_per_s": (rows as f64 / median(&whole) * 1e6).round(),
         });
         line.extend(keys.as_object().cloned().unwrap_or_default());
+        if let Some(graph) = graph {
+            line.insert("graph_us".into(), json!(us(graph)));
+            let over = (1e3 * graph / sum).round() / 1e3;
+            line.insert("graph_over_parts".into(), json!(over));
+        }
         if let Some((distance, share)) = exact {
             line.insert("distance".into(), json!(distance));
             line.insert("common_positions".into(), json!(share));
@@ -783,6 +841,7 @@ fn main() -> Result<()> {
     let bench = Bench {
         gpu,
         quick: args.quick,
+        plain: args.plain,
     };
     let start = Instant::now();
     let lengths = or(&args.t, &[8 << 10, 32 << 10, 128 << 10]);

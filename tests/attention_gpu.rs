@@ -535,3 +535,15 @@ fn layer_batches() -> Result<()> {
     }
     dsa::fp8_weights(&device)
 }
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn layer_graphs() -> Result<()> {
+    let (device, _guard) = gpu()?;
+    for name in MODELS {
+        for dtype in [DType::F32, DType::BF16] {
+            dsa::decode_graphs(name, dtype, &device)?;
+        }
+    }
+    dsa::decodes_on_device(&device)
+}

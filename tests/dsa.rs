@@ -79,3 +79,8 @@ fn fp8_index_keys() -> Result<()> {
 fn layer_refusals() -> Result<()> {
     cases::layer_refusals(CPU)
 }
+
+#[test]
+fn decoding_refusals() -> Result<()> {
+    cases::decoding_refusals()
+}

@@ -274,6 +274,7 @@ fn layers(results: &Results) -> Vec<String> {
             width(line.int("t")),
             number(us(line)),
             format!("{:.2}", line.number("over_parts").unwrap_or(f64::NAN)),
+            optional(line.number("graph_us"), number),
         ];
         row.extend(PARTS.map(|part| optional(line.number(&format!("{part}_us")), number)));
         rows.push(row);
@@ -285,6 +286,7 @@ fn layers(results: &Results) -> Vec<String> {
         "T",
         "us",
         "of its parts",
+        "as a graph",
         "projections",
         "norms, RoPE",
         "cache",
@@ -296,7 +298,7 @@ fn layers(results: &Results) -> Vec<String> {
     ];
     let mut out = vec![
         "Whole layers in bf16 over 2048 positions, and their parts, in us: prefill is the last 4096 of T tokens, decoding a \
-         token of each of B sequences. *Dense attention* is this crate's own, over all blocks."
+         token of each of B sequences, and the same *as a graph*. *Dense attention* is this crate's own, over all blocks."
             .to_string(),
         String::new(),
     ];
@@ -558,7 +560,8 @@ mod tests {
         );
         assert!(text.contains("latent decode, 128 / 1 heads"), "{text}");
         assert!(text.contains("0 of 1 cells are right"), "{text}");
-        let layer = "| glm-5 | prefill | 1 | 8K | 104 | 1.04 | - | - | - | 7.0 | - | - | - | - |";
+        let layer =
+            "| glm-5 | prefill | 1 | 8K | 104 | 1.04 | - | - | - | - | 7.0 | - | - | - | - |";
         assert!(text.contains(layer), "{text}");
         assert!(text.contains("| dense, bf16 | 6.750 |"), "{text}");
         let group = "| a group, first 4 and last 32, bf16 | +0.30 % |";

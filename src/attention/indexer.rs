@@ -463,20 +463,23 @@ pub fn index_topk(
         });
     }
     let row = width * size_of::<f32>();
-    let each = (budget / row).min(rows);
-    if each == 0 {
+    let Some(chunks) = Chunks::new(rows, row, budget) else {
         bail!("{TOPK}: the budget is {budget} bytes, the scores of one row take {row}")
-    }
-    // Chunks of one size: a short last one would leave a device idle.
-    let each = rows.div_ceil(rows.div_ceil(each));
-    let scores = unset(device, (each, width))?;
-    let mut chosen = Vec::with_capacity(rows.div_ceil(each));
-    for first in (0..rows).step_by(each) {
-        let count = each.min(rows - first);
+    };
+    let mut chosen = Vec::with_capacity(2 + rows.div_ceil(chunks.each));
+    let mut run = |first: usize, count: usize, scores: &Tensor| -> Result<()> {
         let part = checked.narrow(first, count)?;
         let scores = scores.narrow(0, 0, count)?;
         scores_into(&part, &scores)?;
         chosen.push(top.select(&scores, &selection_bounds(&part))?);
+        Ok(())
+    };
+    if chunks.ahead > 0 {
+        run(0, chunks.ahead, &unset(device, (chunks.ahead, width))?)?;
+    }
+    let scores = unset(device, (chunks.each, width))?;
+    for first in (chunks.ahead..rows).step_by(chunks.each) {
+        run(first, chunks.each.min(rows - first), &scores)?;
     }
     if let [_] = chosen[..] {
         return Ok(chosen.remove(0));
@@ -490,6 +493,42 @@ pub fn index_topk(
         counts: joined(|s| Some(&s.counts))?.expect("each part has counts"),
         values: joined(|s| s.values.as_ref())?,
     })
+}
+
+/// The rows that are scored and selected at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Chunks {
+    /// Rows of a first chunk in memory of its own, or 0. A device takes almost a millisecond to map a GiB that it has
+    /// given back since, and meanwhile has this chunk to work on.
+    ahead: usize,
+    /// Rows of the others.
+    each: usize,
+}
+
+impl Chunks {
+    /// What is mapped in less time than it pays to hide.
+    const AT_ONCE: usize = 256 << 20;
+    const AHEAD: usize = 96 << 20;
+    /// Beyond it chunks are as good as whole, and it is mapped while the one ahead is at work.
+    const MOST: usize = 384 << 20;
+
+    /// For rows whose scores take `row` bytes; `None` where the budget has no room for one.
+    fn new(rows: usize, row: usize, budget: usize) -> Option<Self> {
+        let all = rows.saturating_mul(row);
+        let mut ahead = 0;
+        let mut most = budget / row;
+        if all > Self::AT_ONCE && budget > Self::AT_ONCE && row <= Self::AHEAD {
+            ahead = Self::AHEAD / row;
+            most = (budget - Self::AHEAD).min(Self::MOST) / row;
+        }
+        if most == 0 {
+            return None;
+        }
+        // Chunks of one size: a short last one would leave a device idle.
+        let left = rows - ahead;
+        let each = left.div_ceil(left.div_ceil(most));
+        Some(Self { ahead, each })
+    }
 }
 
 /// [`index_topk`] into buffers, all rows at once: the scores take the buffers' memory, and the
@@ -543,4 +582,35 @@ fn unset(device: &Device, shape: (usize, usize)) -> Result<Tensor> {
     }
     // SAFETY: the scores of what a row sees are written, and the selector reads no others.
     unsafe { Tensor::empty(shape, DType::F32, device) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every row is in one chunk, and what is held at a time is within the budget.
+    #[test]
+    fn chunks_cover_the_rows() {
+        for rows in [1, 2, 7, 1000, 8192, 65_537, 1 << 20] {
+            for width in [1, 100, 65_536, 430_000, 30_000_000, 200_000_000] {
+                let row = 4 * width;
+                for budget in [0, 1, 4096, 1 << 20, 256 << 20, 300 << 20, 1 << 30, 1 << 36] {
+                    let Some(Chunks { ahead, each }) = Chunks::new(rows, row, budget) else {
+                        assert!(budget < row);
+                        continue;
+                    };
+                    assert!(budget >= row && each >= 1 && ahead < rows);
+                    assert!((ahead + each) * row <= budget);
+                    let mut starts = (ahead..rows).step_by(each);
+                    let last = starts.next_back();
+                    assert!(last.is_some_and(|last| last + each >= rows));
+                }
+            }
+        }
+        let of = |rows, budget| Chunks::new(rows, 4 << 16, budget).map(|c| (c.ahead, c.each));
+        assert_eq!(of(8192, 1 << 30), Some((384, 1302)));
+        assert_eq!(of(8192, 256 << 20), Some((0, 1024)));
+        assert_eq!(of(1000, 1 << 30), Some((0, 1000)));
+        assert_eq!(of(1, 1000), None);
+    }
 }

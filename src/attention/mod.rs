@@ -6,7 +6,7 @@
 //! | scores of the lightning indexer | [`indexer_scores`] | [`indexer_scores_into`] |
 //! | scores and selection, in chunks of rows | [`index_topk`] | [`index_topk_into`], [`IndexBuffers`] |
 //! | attention over positions: MLA, MQA, GQA | [`SparseAttention::forward`], [`SparseAttentionOp`] | [`SparseAttention::forward_into`] |
-//! | the layer of DeepSeek-V3.2 and GLM-5 | [`dsa::DsaAttention`] | |
+//! | the layer of DeepSeek-V3.2 and GLM-5 | [`dsa::DsaAttention`] | [`dsa::DecodeGraph`], [`dsa::DsaAttention::decode_into`] |
 //!
 //! Positions are an ordinary U32 tensor between the steps: another layer's, a heuristic's or a
 //! learned gate's do as well as the indexer's. Here a GQA model whose own queries and keys are the
@@ -85,7 +85,10 @@ pub(crate) fn preload(
     match dtype {
         // Of an indexer alone.
         DType::F8E4M3 => Ok(()),
-        _ => cuda::preload_sparse(device, dtype),
+        _ => {
+            cuda::dsa::preload(device, dtype)?;
+            cuda::preload_sparse(device, dtype)
+        }
     }
 }
 

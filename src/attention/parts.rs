@@ -187,6 +187,38 @@ pub(crate) fn write_to_both(
     }
 }
 
+/// Writes to several tensors, each in a storage of its own and used by nobody else meanwhile: their order
+/// is that of their locks.
+pub(crate) fn write_to_all(
+    op: &'static str,
+    outputs: &[&Tensor],
+    held: &[&Held],
+    write: impl FnOnce(&mut [Output]) -> Result<()>,
+) -> Result<()> {
+    type Then<'f> = dyn FnMut(&mut [Output]) -> Result<()> + 'f;
+    fn next(
+        op: &'static str,
+        outputs: &[&Tensor],
+        held: &[&Held],
+        mut locked: Vec<Output>,
+        write: &mut Then,
+    ) -> Result<()> {
+        let Some((first, others)) = outputs.split_first() else {
+            return write(&mut locked);
+        };
+        write_to(op, first, held, |output| {
+            // Of the shorter life of the two.
+            let mut both = locked;
+            both.push(output);
+            next(op, others, held, both, write)
+        })
+    }
+    let mut write = Some(write);
+    next(op, outputs, held, Vec::new(), &mut |locked| {
+        write.take().expect("it is called once")(locked)
+    })
+}
+
 /// Refuses an argument that lies on another device than the queries.
 pub(crate) fn check_device(op: &str, q: &Tensor, name: &str, argument: &Tensor) -> Result<()> {
     if !q.device().same_device(argument.device()) {

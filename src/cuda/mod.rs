@@ -195,8 +195,14 @@ pub(crate) const SPARSE_TILE: [Module; 2] = [
     module!(SM90_F16_SPARSE_TILE),
     module!(SM90_BF16_SPARSE_TILE),
 ];
-/// F32 to F8E4M3.
-pub(crate) const FP8: Module = module!(FP8);
+/// A layer's rows between its products.
+pub(crate) const DSA: [Module; 3] = [
+    module!(SM80_F32_DSA),
+    module!(SM80_F16_DSA),
+    module!(SM80_BF16_DSA),
+];
+/// Steps of decoding, and rows that attend to everything.
+pub(crate) const STEPS: Module = module!(STEPS);
 pub(crate) const REPEAT_PENALTY: Module = module!(REPEAT_PENALTY);
 
 impl Family {
@@ -529,36 +535,64 @@ impl Module {
         Ok(module)
     }
 
-    /// The kernel `name`, with this much dynamic shared memory allowed and perhaps more.
+    /// The kernel `name`, with this much dynamic shared memory allowed and perhaps more. What a kernel was once
+    /// looked up with is kept: the driver's answers take as long as a launch.
     pub fn kernel(&self, device: &CudaDevice, name: &str, shared_bytes: u32) -> Result<Kernel> {
-        let function = match self.assembled(device)? {
-            Some(module) => module.load_function(name).w()?,
-            None => device
-                .get_or_load_custom_func(name, self.name, self.ptx)?
-                .into_cuda_function(),
-        };
-        // What a kernel gets without being asked for is 48 KB, its static part included. Where it needs
-        // more it is allowed all there is: a limit of each launch's own would be another thread's too.
+        // What a kernel gets without being asked for is 48 KB, its static part included.
         const GRANTED: u32 = 40 * 1024;
-        if shared_bytes > GRANTED {
-            let stream = device.cuda_stream();
+        struct Found {
+            name: String,
+            function: CudaFunction,
+            /// Whether it may have more.
+            granted: bool,
+        }
+        type Known = BTreeMap<(usize, &'static str), Vec<Found>>;
+        static KNOWN: Mutex<Known> = Mutex::new(BTreeMap::new());
+        let stream = device.cuda_stream();
+        let key = (stream.context().cu_ctx().addr(), self.name);
+        let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_module = known.entry(key).or_default();
+        let at = match of_module.iter().position(|found| found.name == name) {
+            Some(at) => at,
+            None => {
+                let function = match self.assembled(device)? {
+                    Some(module) => module.load_function(name).w()?,
+                    None => device
+                        .get_or_load_custom_func(name, self.name, self.ptx)?
+                        .into_cuda_function(),
+                };
+                of_module.push(Found {
+                    name: name.to_string(),
+                    function,
+                    granted: false,
+                });
+                of_module.len() - 1
+            }
+        };
+        let found = &mut of_module[at];
+        // Where it needs more it is allowed all there is: a limit of each launch's own would be another
+        // thread's too.
+        if shared_bytes > GRANTED && !found.granted {
             let most = stream
                 .context()
                 .attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
                 .w()?;
-            let own = function
+            let own = found
+                .function
                 .get_attribute(FunctionAttribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
                 .w()?;
-            function
+            found
+                .function
                 .set_attribute(
                     FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                     most - own,
                 )
                 .w()?;
+            found.granted = true;
         }
         Ok(Kernel {
-            function,
-            stream: device.cuda_stream(),
+            function: found.function.clone(),
+            stream,
         })
     }
 }

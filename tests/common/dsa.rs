@@ -4,7 +4,9 @@ use super::attention::{numbers, refused, tensor, NONE};
 use super::{normal, rng};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
-use candle_topk::attention::dsa::{DsaAttention, DsaCache, DsaConfig, DsaOutput, Rope, RopeLayout};
+use candle_topk::attention::dsa::{
+    DecodeBuffers, DecodeGraph, DsaAttention, DsaCache, DsaConfig, DsaOutput, Rope, RopeLayout,
+};
 use std::collections::HashMap;
 
 pub const MODELS: [&str; 2] = ["deepseek_v32", "glm_moe_dsa"];
@@ -566,6 +568,193 @@ pub fn fp8_index_keys(name: &str, device: &Device) -> Result<()> {
             )?;
         }
     }
+    Ok(())
+}
+
+/// The numbers of a tensor, none of which two results may differ in.
+fn same_bits(a: &Tensor, b: &Tensor, what: &str) -> Result<()> {
+    assert_eq!(a.dims(), b.dims(), "{what}");
+    assert_eq!(numbers(a)?, numbers(b)?, "{what}");
+    Ok(())
+}
+
+fn same_positions(a: &Tensor, b: &Tensor, what: &str) -> Result<()> {
+    assert_eq!(a.to_vec2::<u32>()?, b.to_vec2::<u32>()?, "{what}");
+    Ok(())
+}
+
+/// A captured step gives the bits of the step itself, from the first token on and past `index_topk`, also after the
+/// cache was changed in between.
+pub fn decode_graphs(name: &str, dtype: DType, device: &Device) -> Result<()> {
+    let fixture = Fixture::load(name, dtype, device)?;
+    let layer = fixture.layer(0)?;
+    let x = fixture.hidden("x")?;
+    for (fp8, tokens) in [(false, 1), (true, 1), (false, 3)] {
+        let cache = || {
+            let cache = fixture.cache(0, 4, TOKENS)?;
+            if fp8 {
+                cache.with_fp8_index_keys()
+            } else {
+                Ok(cache)
+            }
+        };
+        let (mut plain, mut captured): (DsaCache, DsaCache) = (cache()?, cache()?);
+        let mut graph = DecodeGraph::new(&layer, &mut captured, 1, 2, tokens)?;
+        assert_eq!(captured.lengths(), [0; 4]);
+        let mut step = |at: [usize; 2], captured: &mut DsaCache, plain: &mut DsaCache| {
+            let part = |i: usize| x.narrow(0, i, 1)?.narrow(1, at[i], tokens);
+            let part = Tensor::cat(&[part(0)?, part(1)?], 0)?;
+            let what = format!("{name}, {dtype:?}, fp8 {fp8}, tokens {tokens}, at {at:?}");
+            let wanted = layer.forward(&part, plain, 1, None)?;
+            let got = graph.step(&part, captured)?;
+            same_bits(&got, &wanted.hidden, &what)?;
+            same_positions(&graph.positions()?, &wanted.positions, &what)?;
+            assert_eq!(captured.lengths(), plain.lengths(), "{what}");
+            Ok::<(), candle_core::Error>(())
+        };
+        // Past index_topk, token by token.
+        for t in (0..TOKENS / tokens).map(|t| t * tokens) {
+            step([t, t], &mut captured, &mut plain)?;
+        }
+        // Lengths of their own: one is shortened, the other begins anew behind a prompt.
+        for cache in [&mut captured, &mut plain] {
+            cache.truncate(1, 30)?;
+            cache.reset(2)?;
+            layer.forward(&x.narrow(0, 1, 1)?.narrow(1, 0, 11)?, cache, 2, None)?;
+        }
+        for t in (0..30 / tokens).map(|t| t * tokens) {
+            step([30 + t, 11 + t], &mut captured, &mut plain)?;
+        }
+        assert_eq!(captured.lengths()[0], 0);
+        // A full cache refuses, and stays as it is.
+        for cache in [&mut captured, &mut plain] {
+            cache.set_length(1, TOKENS)?;
+        }
+        let lengths = captured.lengths().to_vec();
+        let part = x.narrow(1, 0, tokens)?;
+        refused(graph.step(&part, &mut captured), &["room for 72"]);
+        assert_eq!(captured.lengths(), lengths);
+        refused(graph.step(&part, &mut plain), &["not the one"]);
+        refused(
+            graph.step(&part.narrow(2, 0, 8)?, &mut captured),
+            &["hidden states are", "is needed"],
+        );
+    }
+    Ok(())
+}
+
+/// Steps whose lengths lie on the device, through layers that share positions, are those of `forward`; a
+/// sequence that rests or is full sees nothing and writes nothing.
+pub fn decodes_on_device(device: &Device) -> Result<()> {
+    let fixture = Fixture::load("glm_moe_dsa", DType::F32, device)?;
+    let layers = [fixture.layer(0)?, fixture.layer(1)?];
+    let caches =
+        || -> Result<[DsaCache; 2]> { Ok([fixture.cache(0, 2, 40)?, fixture.cache(1, 2, 40)?]) };
+    let (mut plain, mut own) = (caches()?, caches()?);
+    let xs = [fixture.hidden("x")?, fixture.hidden("x1")?];
+    let hidden = fixture.config.hidden_size;
+    let out = Tensor::zeros((2, hidden), DType::F32, device)?;
+    let mut buffers = DecodeBuffers::new(&layers[0], 2, 1, 40)?;
+    let part = |layer: usize, t: usize| xs[layer].narrow(1, t, 1)?.squeeze(1)?.contiguous();
+    // Of nothing attended to there is the bias alone.
+    let bias = &fixture.tensors["model.layers.0.self_attn.o_proj.bias"];
+    let nothing = numbers(&Tensor::stack(&[bias, bias], 0)?)?;
+    // No length is set: all rest.
+    buffers.advance()?;
+    refused(
+        layers[1].decode_into(&part(1, 0)?, &mut own[1], 0, &mut buffers, &out),
+        &["no layer before it"],
+    );
+    layers[0].decode_into(&part(0, 0)?, &mut own[0], 0, &mut buffers, &out)?;
+    assert_eq!(numbers(&out)?, nothing);
+    assert!(buffers
+        .positions()?
+        .to_vec2::<u32>()?
+        .concat()
+        .iter()
+        .all(|&p| p == NONE));
+
+    buffers.set_lengths(&[0, 0])?;
+    for t in 0..40 {
+        buffers.advance()?;
+        let mut positions = None;
+        for layer in 0..2 {
+            let x = part(layer, t)?;
+            layers[layer].decode_into(&x, &mut own[layer], 0, &mut buffers, &out)?;
+            let wanted = layers[layer].forward(
+                &x.unsqueeze(1)?,
+                &mut plain[layer],
+                0,
+                positions.as_ref(),
+            )?;
+            let what = format!("layer {layer}, token {t}");
+            same_bits(&out, &wanted.hidden.squeeze(1)?, &what)?;
+            same_positions(&buffers.positions()?, &wanted.positions, &what)?;
+            positions = Some(wanted.positions);
+        }
+    }
+    // Both are full.
+    buffers.advance()?;
+    layers[0].decode_into(&part(0, 0)?, &mut own[0], 0, &mut buffers, &out)?;
+    assert_eq!(numbers(&out)?, nothing);
+    own[0].set_length(0, 40)?;
+    own[0].set_length(1, 40)?;
+    let x = part(0, 41)?;
+    for cache in [&mut own[0], &mut plain[0]] {
+        cache.truncate(0, 39)?;
+        cache.truncate(1, 20)?;
+    }
+    let x = x.unsqueeze(1)?;
+    let [a, b] = [&mut own[0], &mut plain[0]].map(|cache| layers[0].forward(&x, cache, 0, None));
+    same_bits(
+        &a?.hidden,
+        &b?.hidden,
+        "what the steps have left in the cache",
+    )?;
+
+    refused(buffers.set_lengths(&[1]), &["1 lengths", "2 of up to 40"]);
+    refused(buffers.set_lengths(&[1, 41]), &["up to 41"]);
+    refused(
+        layers[0].decode_into(&part(0, 0)?, &mut own[0], 1, &mut buffers, &out),
+        &["2 sequences from 1 on", "holds 2"],
+    );
+    let mut small = fixture.cache(0, 2, 20)?;
+    refused(
+        layers[0].decode_into(&part(0, 0)?, &mut small, 0, &mut buffers, &out),
+        &["come to 40", "room for 20"],
+    );
+    refused(
+        layers[0].decode_into(&xs[0], &mut own[0], 0, &mut buffers, &out),
+        &["the hidden states are", "[2, 64]"],
+    );
+    refused(
+        DecodeBuffers::new(&layers[0], 0, 1, 40),
+        &["at least 1 of each"],
+    );
+    refused(
+        DecodeGraph::new(&layers[1], &mut own[1], 0, 2, 1),
+        &["no indexer", "decode_into"],
+    );
+    Ok(())
+}
+
+/// On the CPU there is no such step.
+pub fn decoding_refusals() -> Result<()> {
+    let fixture = Fixture::load("glm_moe_dsa", DType::F32, &Device::Cpu)?;
+    let layer = fixture.layer(0)?;
+    refused(
+        DecodeBuffers::new(&layer, 1, 1, 8),
+        &["on Cpu", "forward serves others"],
+    );
+    refused(
+        DecodeGraph::new(&layer, &mut fixture.cache(0, 1, 8)?, 0, 1, 1),
+        &["on Cpu"],
+    );
+    let mut cache = fixture.cache(0, 2, 8)?;
+    cache.set_length(1, 8)?;
+    assert_eq!(cache.lengths(), [0, 8]);
+    refused(cache.set_length(1, 9), &["length is 9", "room for 8"]);
+    refused(cache.set_length(2, 0), &["sequence is 2", "holds 2"]);
     Ok(())
 }
 

@@ -8,6 +8,4 @@ mod device;
 
 #[cfg(feature = "cuda")]
 pub(in super::super) use device::preload;
-pub(in super::super) use device::{
-    bounds, bounds_into, indexer_scores, indexer_scores_into, to_fp8,
-};
+pub(in super::super) use device::{bounds, bounds_into, indexer_scores, indexer_scores_into};

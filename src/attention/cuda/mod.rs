@@ -1,13 +1,12 @@
 //! Tensors on a CUDA device.
 
-mod heads;
+pub(super) mod dsa;
 mod indexer;
 mod sparse;
 
-pub(super) use heads::by_head;
 #[cfg(feature = "cuda")]
 pub(super) use indexer::preload as preload_indexer;
-pub(super) use indexer::{bounds, bounds_into, indexer_scores, indexer_scores_into, to_fp8};
+pub(super) use indexer::{bounds, bounds_into, indexer_scores, indexer_scores_into};
 #[cfg(feature = "cuda")]
 pub(super) use sparse::preload as preload_sparse;
 pub(super) use sparse::{sparse_attention, sparse_attention_into, workspace_floats};

@@ -113,6 +113,29 @@ impl DsaCache {
         Ok(())
     }
 
+    /// Says that a sequence has `length` tokens: after steps whose lengths only the device counted
+    /// ([`DecodeBuffers`](super::DecodeBuffers)).
+    ///
+    /// # Errors
+    /// For a sequence that the cache doesn't hold, and a length above its capacity.
+    pub fn set_length(&mut self, sequence: usize, length: usize) -> Result<()> {
+        let (sequences, capacity) = (self.lengths.len(), self.capacity());
+        match self.lengths.get_mut(sequence) {
+            None => bail!("{OP}: the sequence is {sequence}, the cache holds {sequences}"),
+            Some(_) if length > capacity => {
+                bail!("{OP}: the length is {length}, the cache has room for {capacity}")
+            }
+            Some(own) => *own = length,
+        }
+        Ok(())
+    }
+
+    /// Whether index keys are in fp8.
+    pub(super) fn fp8(&self) -> bool {
+        let cached = self.index_keys.as_ref();
+        cached.is_some_and(|cached| cached.scales.is_some())
+    }
+
     /// Lengths of the sequences from `first` on with so many tokens more each; checked, not yet in
     /// force.
     pub(super) fn grown(&self, op: &str, first: usize, tokens: &[usize]) -> Result<Vec<usize>> {

@@ -28,22 +28,29 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! On CUDA a step of decoding is also a CUDA graph: [`DecodeGraph`] of a layer, or
+//! [`decode_into`](DsaAttention::decode_into) within one of a model.
 
 mod cache;
 mod config;
+mod decode;
 mod rope;
+mod step;
 mod weights;
 
 pub use cache::DsaCache;
 pub use config::{DsaConfig, IndexerType, RopeLayout, Yarn};
+pub use decode::{DecodeBuffers, DecodeGraph};
 pub use rope::Rope;
 
-use super::{index_topk, IndexKeys, KeyValues, SparseAttention, Values, Visible};
+use super::{index_topk, IndexKeys, KeyValues, Positions, SparseAttention, Values};
 use crate::selection::{Order, TopK};
 use cache::CachedKeys;
-use candle_core::{bail, DType, Result, Tensor};
+use candle_core::{bail, DType, Result, Tensor, D};
 use candle_nn::VarBuilder;
 use rope::Rotation;
+use step::{At, Memory};
 use weights::{by_head, check_hidden, Fp8, LayerNorm, Linear, RmsNorm};
 
 const OP: &str = "DsaAttention";
@@ -64,16 +71,23 @@ pub struct DsaAttention {
     heads: usize,
     nope: usize,
     rotated: usize,
+    rank: usize,
     latent: usize,
     value: usize,
     hidden: usize,
     topk: usize,
     scale: f32,
     rope: Rope,
+    /// What is made of the hidden states: the queries' latent, the keys' latent with what is rotated, and the
+    /// index key. One product on CUDA.
+    first: Linear,
+    /// What is made of the queries' latent: the queries, and those of the indexer.
+    second: Linear,
+    /// Parts of these.
     q_a: Linear,
-    q_a_norm: RmsNorm,
     q_b: Linear,
     kv_a: Linear,
+    q_a_norm: RmsNorm,
     kv_a_norm: RmsNorm,
     /// Queries without RoPE to the latent space, `[heads, nope, latent]`.
     to_latent: Tensor,
@@ -90,6 +104,7 @@ struct Indexer {
     heads: usize,
     dim: usize,
     layout: RopeLayout,
+    /// Parts of the layer's second and first product.
     q_b: Linear,
     k: Linear,
     k_norm: LayerNorm,
@@ -180,28 +195,48 @@ impl DsaAttention {
         let linear = |name, sizes, bias| Linear::load(config, &vb, name, sizes, bias);
         let kv_b = linear("kv_b_proj", (heads * (nope + value), latent), false)?;
         let kv_b = kv_b.weight.reshape((heads, nope + value, latent))?;
+        let q_a = linear("q_a_proj", (rank, hidden), bias)?;
+        let q_b = linear("q_b_proj", (heads * (nope + rotated), rank), false)?;
+        let kv_a = linear("kv_a_proj_with_mqa", (latent + rotated, hidden), bias)?;
+        let mut indexer = match config.indexer_type(layer)? {
+            IndexerType::Full => Some(Indexer::load(config, &vb)?),
+            IndexerType::Shared => None,
+        };
+        let [first, second] = match &indexer {
+            Some(indexer) => [
+                Linear::beside(&[&q_a, &kv_a, &indexer.k])?,
+                Linear::beside(&[&q_b, &indexer.q_b])?,
+            ],
+            None => [Linear::beside(&[&q_a, &kv_a])?, q_b],
+        };
+        // The weights are there once: what was loaded goes.
+        let own = heads * (nope + rotated);
+        if let Some(indexer) = &mut indexer {
+            indexer.k = first.outputs(rank + latent + rotated, indexer.dim)?;
+            indexer.q_b = second.outputs(own, indexer.heads * indexer.dim)?;
+        }
         Ok(Self {
             heads,
             nope,
             rotated,
+            rank,
             latent,
             value,
             hidden,
             topk: config.index_topk,
             scale: config.softmax_scale() as f32,
             rope: rope.clone(),
-            q_a: linear("q_a_proj", (rank, hidden), bias)?,
+            q_a: first.outputs(0, rank)?,
+            q_b: second.outputs(0, own)?,
+            kv_a: first.outputs(rank, latent + rotated)?,
+            first,
+            second,
             q_a_norm: RmsNorm::load(&vb, "q_a_layernorm", rank)?,
-            q_b: linear("q_b_proj", (heads * (nope + rotated), rank), false)?,
-            kv_a: linear("kv_a_proj_with_mqa", (latent + rotated, hidden), bias)?,
             kv_a_norm: RmsNorm::load(&vb, "kv_a_layernorm", latent)?,
             to_latent: kv_b.narrow(1, 0, nope)?.contiguous()?,
             to_values: kv_b.narrow(1, nope, value)?.transpose(1, 2)?.contiguous()?,
             o: linear("o_proj", (hidden, heads * value), bias)?,
-            indexer: match config.indexer_type(layer)? {
-                IndexerType::Full => Some(Indexer::load(config, &vb)?),
-                IndexerType::Shared => None,
-            },
+            indexer,
             budget: 256 << 20,
         })
     }
@@ -235,7 +270,7 @@ impl DsaAttention {
         first: usize,
         positions: Option<&Tensor>,
     ) -> Result<DsaOutput> {
-        let [sequences, tokens] = check_hidden(OP, x, &self.q_a.weight, "[B, n, ", self.hidden)?;
+        let [sequences, tokens] = check_hidden(OP, x, &self.first.weight, "[B, n, ", self.hidden)?;
         let output = self.run(
             &x.reshape((sequences * tokens, self.hidden))?,
             &vec![tokens; sequences],
@@ -264,7 +299,7 @@ impl DsaAttention {
         first: usize,
         positions: Option<&Tensor>,
     ) -> Result<DsaOutput> {
-        let [rows] = check_hidden(OP, x, &self.q_a.weight, "[S, ", self.hidden)?;
+        let [rows] = check_hidden(OP, x, &self.first.weight, "[S, ", self.hidden)?;
         let sum = tokens.iter().try_fold(0usize, |sum, &n| sum.checked_add(n));
         if sum != Some(rows) {
             bail!("{OP}: the hidden states are of {rows} tokens, those of the sequences are {tokens:?}")
@@ -316,24 +351,83 @@ impl DsaAttention {
         let new = tokens.iter().zip(&grown);
         let at = |(count, length): (&usize, &usize)| (length - count) as u32..*length as u32;
         let places: Vec<u32> = new.flat_map(at).collect();
-        let ends: Vec<u32> = places.iter().map(|place| place + 1).collect();
-        let rotation = self.rope.at(&places)?;
         // Where all have as many, the ops tell by themselves whose a row is.
         let ragged = tokens.iter().any(|&count| count != tokens[0]);
-        let mut words = ends;
+        let mut words: Vec<u32> = places.iter().map(|place| place + 1).collect();
         if ragged {
             let of = |(i, &count): (usize, &usize)| std::iter::repeat_n(i as u32, count);
             words.extend(tokens.iter().enumerate().flat_map(of));
         }
         let words = Tensor::new(words, device)?;
         let ends = words.narrow(0, 0, rows)?;
-        let visible = Visible::between(None, Some(&ends));
         let map = match ragged {
             true => Some(words.narrow(0, rows, rows)?),
             false => None,
         };
-
+        let at = At {
+            ends: &ends,
+            map: map.as_ref(),
+            first,
+            sequences,
+            longest,
+        };
         let x = &x.contiguous()?;
+        let output = match device.is_cuda() {
+            true => self.run_on_device(x, cache, &at, positions)?,
+            false => self.run_on_host(x, cache, (tokens, &grown, &places), &at, positions)?,
+        };
+        cache.set_lengths(first, &grown);
+        Ok(output)
+    }
+
+    /// On a CUDA device.
+    fn run_on_device(
+        &self,
+        x: &Tensor,
+        cache: &DsaCache,
+        at: &At,
+        positions: Option<&Tensor>,
+    ) -> Result<DsaOutput> {
+        let memory = &mut Memory::new(x.device());
+        let scoring = positions.is_none() && at.longest > self.topk;
+        let (queries, scored) = self.project(x, cache, at, scoring, memory)?;
+        let positions = match (positions, scored) {
+            (Some(positions), _) => positions.clone(),
+            (None, Some(scored)) => self.choose(cache, at, &scored.q, &scored.weights)?,
+            (None, None) => self.everything_on_device(at.ends)?,
+        };
+        let chosen = Positions::Tensor(&positions);
+        let hidden = self.attend(&queries, cache, at, chosen, memory, None)?;
+        Ok(DsaOutput { hidden, positions })
+    }
+
+    /// The indexer's positions for queries `[rows, heads, dim]` and weights `[rows, heads]`.
+    fn choose(&self, cache: &DsaCache, at: &At, q: &Tensor, weights: &Tensor) -> Result<Tensor> {
+        let held = cache.index_keys.as_ref().expect("the layer has an indexer");
+        let mut keys = IndexKeys::batched(&at.cached(&held.keys)?);
+        if let Some(scales) = &held.scales {
+            keys = keys.with_scales(&at.cached(scales)?);
+        }
+        if let Some(map) = at.map {
+            keys = keys.with_row_sequences(map);
+        }
+        // By position, so that equal sets are equal sequences, and sums equal bits.
+        let topk = TopK::new(self.topk)?.order(Order::ByPosition);
+        Ok(index_topk(q, &keys, weights, &at.visible(), &topk, self.budget)?.positions)
+    }
+
+    /// On the CPU: the layer as its papers and models write it. `of` are the new tokens of each sequence, its
+    /// length with them, and the position of each row.
+    fn run_on_host(
+        &self,
+        x: &Tensor,
+        cache: &DsaCache,
+        (tokens, grown, places): (&[usize], &[usize], &[u32]),
+        at: &At,
+        positions: Option<&Tensor>,
+    ) -> Result<DsaOutput> {
+        let rows = places.len();
+        let rotation = self.rope.at(places)?;
         let q_latent = self.q_a_norm.forward(&self.q_a.forward(x)?)?;
         let kv = self.kv_a.forward(x)?;
         let latent = self.kv_a_norm.forward(&kv.narrow(1, 0, self.latent)?)?;
@@ -341,33 +435,19 @@ impl DsaAttention {
         kv.slice_set(&latent, 1, 0)?;
         let key = kv.unsqueeze(1)?;
         rotation.in_place(&key, self.latent, RopeLayout::Interleaved)?;
-        let fp8 = cache
-            .index_keys
-            .as_ref()
-            .is_some_and(|c| c.scales.is_some());
+        let fp8 = cache.fp8();
         let index_keys = match &self.indexer {
             Some(indexer) => Some(indexer.keys(x, &rotation, fp8)?),
             None => None,
         };
-        cache.write((first, tokens, &grown), &key, index_keys.as_ref())?;
-        let cached = |tensor: &Tensor| tensor.narrow(0, first, sequences)?.narrow(1, 0, longest);
+        cache.write((at.first, tokens, grown), &key, index_keys.as_ref())?;
 
         let positions = match (positions, &self.indexer) {
             (Some(positions), _) => positions.clone(),
-            (None, Some(_)) if longest <= self.topk => self.everything(&ends)?,
+            (None, Some(_)) if at.longest <= self.topk => self.everything(at.ends)?,
             (None, Some(indexer)) => {
                 let (q, weights) = indexer.queries(x, &q_latent, &rotation, fp8)?;
-                let held = cache.index_keys.as_ref().expect("the layer has an indexer");
-                let mut keys = IndexKeys::batched(&cached(&held.keys)?);
-                if let Some(scales) = &held.scales {
-                    keys = keys.with_scales(&cached(scales)?);
-                }
-                if let Some(map) = &map {
-                    keys = keys.with_row_sequences(map);
-                }
-                // By position, so that equal sets are equal sequences, and sums equal bits.
-                let topk = TopK::new(self.topk)?.order(Order::ByPosition);
-                index_topk(&q, &keys, &weights, &visible, &topk, self.budget)?.positions
+                self.choose(cache, at, &q, &weights)?
             }
             (None, None) => unreachable!("it is refused above"),
         };
@@ -377,18 +457,20 @@ impl DsaAttention {
         let rotated = q.narrow(2, self.nope, self.rotated)?;
         let rotated = rotation.of(&rotated, RopeLayout::Interleaved)?;
         let absorbed = q.narrow(2, 0, self.nope)?;
-        let q = by_head(&absorbed, &self.to_latent, Some(&rotated))?;
-        let mut kv = KeyValues::batched(&cached(&cache.latent)?, Values::OfKeys(self.latent));
-        if let Some(map) = &map {
+        let q = Tensor::cat(
+            &[&by_head(&absorbed, &self.to_latent)?, &rotated],
+            D::Minus1,
+        )?;
+        let mut kv = KeyValues::batched(&at.cached(&cache.latent)?, Values::OfKeys(self.latent));
+        if let Some(map) = at.map {
             kv = kv.with_row_sequences(map);
         }
         let attention = SparseAttention::new(self.scale)
-            .with_visible(&visible)
+            .with_visible(&at.visible())
             .forward(&q, &kv, &positions)?;
-        let values = by_head(&attention.out, &self.to_values, None)?;
+        let values = by_head(&attention.out, &self.to_values)?;
         let values = values.reshape((rows, self.heads * self.value))?;
         let hidden = self.o.forward(&values)?;
-        cache.set_lengths(first, &grown);
         Ok(DsaOutput { hidden, positions })
     }
 

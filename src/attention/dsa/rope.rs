@@ -2,16 +2,13 @@
 
 use super::config::{DsaConfig, RopeLayout};
 use candle_core::{bail, DType, Device, Result, Tensor};
-use std::sync::Arc;
 
 /// Cosines and sines for the positions of a context: one table for all layers.
 #[derive(Clone)]
 pub struct Rope {
     /// F32 `[positions, d/2]`.
-    cos: Tensor,
-    sin: Tensor,
-    /// The same, cosines and sines.
-    host: Arc<[Vec<f32>; 2]>,
+    pub(super) cos: Tensor,
+    pub(super) sin: Tensor,
     dim: usize,
 }
 
@@ -50,7 +47,6 @@ impl Rope {
         Ok(Self {
             cos: Tensor::from_slice(&cos, (positions, pairs), device)?,
             sin: Tensor::from_slice(&sin, (positions, pairs), device)?,
-            host: Arc::new([cos, sin]),
             dim: 2 * pairs,
         })
     }
@@ -62,9 +58,6 @@ impl Rope {
 
     /// The rows of the table at these positions, of which there is one.
     pub(super) fn at(&self, positions: &[u32]) -> Result<Rotation> {
-        /// Rows of which the numbers are uploaded in the positions' stead: Candle's index_select, once
-        /// for each table, uploads shapes beside them.
-        const FEW: usize = 512;
         let (first, rows) = (positions[0] as usize, positions.len());
         let rotation = |cos: Tensor, sin: Tensor| {
             Ok(Rotation {
@@ -78,21 +71,9 @@ impl Rope {
             let part = |table: &Tensor| table.narrow(0, first, rows);
             return rotation(part(&self.cos)?, part(&self.sin)?);
         }
-        let device = self.cos.device();
-        if rows > FEW {
-            let positions = Tensor::new(positions, device)?;
-            let select = |table: &Tensor| table.index_select(&positions, 0);
-            return rotation(select(&self.cos)?, select(&self.sin)?);
-        }
-        let pairs = self.dim / 2;
-        let mut both = Vec::with_capacity(rows * self.dim);
-        for table in &*self.host {
-            for &at in positions {
-                both.extend_from_slice(&table[at as usize * pairs..][..pairs]);
-            }
-        }
-        let both = Tensor::from_vec(both, (2, rows, pairs), device)?;
-        rotation(both.get(0)?, both.get(1)?)
+        let positions = Tensor::new(positions, self.cos.device())?;
+        let select = |table: &Tensor| table.index_select(&positions, 0);
+        rotation(select(&self.cos)?, select(&self.sin)?)
     }
 }
 

@@ -1,13 +1,7 @@
 //! Weights under the names of the checkpoints.
 
-use super::super::cuda;
 use super::config::DsaConfig;
-use crate::held::hold;
-use candle_core::backend::BackendStorage;
-use candle_core::{
-    bail, CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage,
-    Tensor, D,
-};
+use candle_core::{bail, DType, Device, Result, Tensor, D};
 use candle_nn::VarBuilder;
 
 /// A linear map.
@@ -15,7 +9,7 @@ use candle_nn::VarBuilder;
 pub struct Linear {
     /// `[out, in]`.
     pub weight: Tensor,
-    bias: Option<Tensor>,
+    pub bias: Option<Tensor>,
 }
 
 impl Linear {
@@ -76,6 +70,35 @@ impl Linear {
         })
     }
 
+    /// The outputs of all of these, one behind the other.
+    pub fn beside(all: &[&Self]) -> Result<Self> {
+        let weights: Vec<&Tensor> = all.iter().map(|linear| &linear.weight).collect();
+        let bias = match all.iter().any(|linear| linear.bias.is_some()) {
+            true => {
+                let bias = |linear: &&Self| match &linear.bias {
+                    Some(bias) => Ok(bias.clone()),
+                    None => linear.weight.narrow(1, 0, 1)?.squeeze(1)?.zeros_like(),
+                };
+                let all = all.iter().map(bias).collect::<Result<Vec<_>>>()?;
+                Some(Tensor::cat(&all, 0)?)
+            }
+            false => None,
+        };
+        Ok(Self {
+            weight: Tensor::cat(&weights, 0)?,
+            bias,
+        })
+    }
+
+    /// These outputs alone: a view.
+    pub fn outputs(&self, first: usize, count: usize) -> Result<Self> {
+        let part = |tensor: &Tensor| tensor.narrow(0, first, count);
+        Ok(Self {
+            weight: part(&self.weight)?,
+            bias: self.bias.as_ref().map(part).transpose()?,
+        })
+    }
+
     /// `[rows, in]` to `[rows, out]`, in a tensor of its own.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let y = x.matmul(&self.weight.t()?)?;
@@ -86,31 +109,10 @@ impl Linear {
     }
 }
 
-/// `x` `[R, H, K]` by the matrix of each head, `[H, K, N]`: `[R, H, N]`. Behind each row's N numbers come
-/// those of `tail` `[R, H, P]`, dense, where there is one.
-pub fn by_head(x: &Tensor, matrices: &Tensor, tail: Option<&Tensor>) -> Result<Tensor> {
-    if !x.device().is_cuda() {
-        let product = x.transpose(0, 1)?.contiguous()?.matmul(matrices)?;
-        let product = product.transpose(0, 1)?.contiguous()?;
-        return match tail {
-            Some(tail) => Tensor::cat(&[&product, tail], D::Minus1),
-            None => Ok(product),
-        };
-    }
-    let (rows, heads, _) = x.dims3()?;
-    let width = matrices.dims()[2] + tail.map_or(0, |tail| tail.dims()[2]);
-    let held = hold([Some(x), Some(matrices), tail]);
-    let [x, matrices, tail] = held.each_ref().map(|held| match held {
-        Some((storage, layout)) => match &***storage {
-            Storage::Cuda(storage) => Some((storage, *layout)),
-            _ => unreachable!("the operands are on one device"),
-        },
-        None => None,
-    });
-    let (x, matrices) = (x.expect("it is given"), matrices.expect("they are given"));
-    let product = cuda::by_head(x, matrices, tail)?;
-    let shape = Shape::from((rows, heads, width));
-    Ok(Tensor::from((Storage::Cuda(product), shape)))
+/// `x` `[R, H, K]` by the matrix of each head, `[H, K, N]`: `[R, H, N]`.
+pub fn by_head(x: &Tensor, matrices: &Tensor) -> Result<Tensor> {
+    let product = x.transpose(0, 1)?.contiguous()?.matmul(matrices)?;
+    product.transpose(0, 1)?.contiguous()
 }
 
 /// Each block of the weight times its scale.
@@ -129,11 +131,11 @@ fn dequantized(weight: &Tensor, scales: &Tensor, [rows, columns]: [usize; 2]) ->
 /// RMS norm with the eps of the attention's own norms, in f32 whatever the dtype.
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
-    weight: Tensor,
+    pub weight: Tensor,
 }
 
 /// Both models' code has this eps here, whatever `rms_norm_eps` says.
-const EPS: f64 = 1e-6;
+pub const EPS: f64 = 1e-6;
 
 impl RmsNorm {
     pub fn load(vb: &VarBuilder, name: &str, dim: usize) -> Result<Self> {
@@ -151,8 +153,8 @@ impl RmsNorm {
 /// Layer norm in f32, rounded to the dtype of its input.
 #[derive(Debug, Clone)]
 pub struct LayerNorm {
-    weight: Tensor,
-    bias: Tensor,
+    pub weight: Tensor,
+    pub bias: Tensor,
 }
 
 impl LayerNorm {
@@ -210,8 +212,8 @@ pub fn check_hidden<const N: usize>(
 pub struct Fp8 {
     /// Orthonormal, `[D, D]`: spreads outliers over the vector; products of two vectors that both
     /// go through it stay what they are. Of a dimension that is no power of two there is none.
-    hadamard: Option<Tensor>,
-    power_of_two: bool,
+    pub hadamard: Option<Tensor>,
+    pub power_of_two: bool,
 }
 
 impl Fp8 {
@@ -246,26 +248,8 @@ impl Fp8 {
             scale = power_of_two_above(&scale)?;
         }
         let fp8 = x.broadcast_div(&scale)?.clamp(-448f32, 448f32)?;
-        let fp8 = fp8.contiguous()?.apply_op1_no_bwd(&ToFp8)?;
+        let fp8 = fp8.to_dtype(DType::F8E4M3)?;
         Ok((fp8, scale.squeeze(D::Minus1)?))
-    }
-}
-
-/// F32 to F8E4M3, dense. Candle's own cast has no kernel for it.
-struct ToFp8;
-
-impl CustomOp1 for ToFp8 {
-    fn name(&self) -> &'static str {
-        "to_fp8"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let fp8 = x.to_dtype(layout, DType::F8E4M3)?;
-        Ok((fp8, layout.shape().clone()))
-    }
-
-    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        Ok((cuda::to_fp8(x, layout)?, layout.shape().clone()))
     }
 }
 

@@ -4,17 +4,17 @@ use super::super::super::indexer::{Rows, Scores};
 use super::super::super::keys::{Bounded, Lengths, Places};
 use super::super::super::parts::Part;
 use crate::cuda::{
-    alloc, arg, forced_sm80, runs_sm90, Addresses, Kernel, Teams, BOUNDS, FP8, INDEXER_FILL,
+    alloc, arg, forced_sm80, runs_sm90, Addresses, Kernel, Teams, BOUNDS, INDEXER_FILL,
     INDEXER_SM80, INDEXER_SM90,
 };
-use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::sys::{
     self, CUdevice_attribute_enum as Attribute, CUtensorMapDataType_enum as Element,
     CUtensorMapSwizzle_enum as Swizzle,
 };
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
-use candle_core::{bail, CudaDevice, CudaStorage, DType, Layout, Result};
+use candle_core::{bail, CudaDevice, CudaStorage, DType, Result};
 
 const OP: &str = "indexer_scores";
 const BOUNDS_OP: &str = "visible keys";
@@ -247,7 +247,6 @@ pub(in super::super::super) fn preload(device: &CudaDevice, dtype: DType) -> Res
         BOUNDS.kernel(device, name, 0)?;
     }
     INDEXER_FILL.kernel(device, "indexer_fill", 0)?;
-    FP8.kernel(device, "fp8_from_f32", 0)?;
     for heads in [16, 32, 64, 128] {
         for dim in [MOST_DIM, MOST_DIM / 2] {
             for rows_each in [1, 0] {
@@ -670,40 +669,4 @@ pub(in super::super::super) fn indexer_scores_into(
     rows: Rows,
 ) -> Result<()> {
     launch(request, out, rows, false)
-}
-
-/// F32 as F8E4M3, of a dense tensor.
-pub(in super::super::super) fn to_fp8(x: &CudaStorage, layout: &Layout) -> Result<CudaStorage> {
-    const THREADS: u32 = 256;
-    let device = x.device();
-    let kernel = FP8.kernel(device, "fp8_from_f32", 0)?;
-    // SAFETY: the kernel writes every element.
-    let mut out = unsafe { device.alloc_uninit(layout.shape(), DType::F8E4M3)? };
-    let count = layout.shape().elem_count() as u64;
-    if count == 0 {
-        return Ok(out);
-    }
-    let stream = kernel.stream.clone();
-    let mut addresses = Addresses::new(&stream);
-    let from = match (&x.slice, layout.is_contiguous()) {
-        (CudaStorageSlice::F32(slice), true) => addresses.of(slice, layout.start_offset()),
-        _ => bail!(
-            "to_fp8: the tensor is {:?} of {layout:?}, dense F32 is needed",
-            x.dtype()
-        ),
-    };
-    let to = match &mut out.slice {
-        CudaStorageSlice::F8E4M3(slice) => addresses.written(slice),
-        _ => unreachable!("it was made with this dtype"),
-    };
-    let teams = Teams {
-        rows: count.div_ceil(THREADS as u64).min(1 << 20) as u32,
-        blocks: 1,
-        threads: THREADS,
-        shared_bytes: 0,
-    };
-    // SAFETY: both have so many elements.
-    unsafe { kernel.launch(teams, [arg(&from), arg(&count), arg(&to)])? };
-    drop(addresses);
-    Ok(out)
 }

@@ -2,7 +2,7 @@
 
 use super::super::super::indexer::{Rows, Scores};
 use super::super::super::keys::Lengths;
-use candle_core::{bail, CudaStorage, Layout, Result};
+use candle_core::{bail, CudaStorage, Result};
 
 fn missing<T>(op: &str) -> Result<T> {
     bail!("{op}: the tensors are on a CUDA device, but candle-topk was built without its feature `cuda`; build with it, or move them with to_device")
@@ -34,8 +34,4 @@ pub(in super::super::super) fn indexer_scores_into(
     _: Rows,
 ) -> Result<()> {
     missing("indexer_scores")
-}
-
-pub(in super::super::super) fn to_fp8(_: &CudaStorage, _: &Layout) -> Result<CudaStorage> {
-    missing("to_fp8")
 }
