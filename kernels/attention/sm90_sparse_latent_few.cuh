@@ -39,7 +39,7 @@ struct Rest {
   float2 sum[kMembers][64];  // of weights, and of their squares
 };
 constexpr int kBytes = kRest + int(sizeof(Rest)) + 1024;
-static_assert(kBytes <= 232448, "it all fits");
+static_assert(kBytes == 26 * 8192 + 6272 + 1024, "Few::SHARED_BYTES says so");
 
 // Where a member of the cluster has what lies at `at` here.
 __device__ inline uint32_t of_member(uint32_t at, int member) {
@@ -68,8 +68,9 @@ __device__ inline void send_tile(uint32_t to, uint32_t barrier, uint32_t from) {
 __device__ inline void tiles_sent() {
   asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
+// It publishes nothing: what it says is that something was read.
 __device__ inline void arrive_at(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // The four warps that multiply.
 __device__ inline void meet_all() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
@@ -105,14 +106,10 @@ struct Share {
         unit(r, r.first_unit + local) {}
 };
 
-// Four warps: a warp has 16 keys.
+// Four warps: a warp has 16 keys, which begin where the lanes say.
 template <typename T, int kKeyDim>
-__device__ void gather(const Request& r, const Share& share, uint32_t base, Rest& rest, int warp, int lane) {
+__device__ void gather(const Request& r, const Share& share, int64_t at, uint32_t base, Rest& rest, int warp, int lane) {
   constexpr int kTiles = kKeyDim / 64;
-  Finder finder(r, share.unit.row, share.unit.kv_head);
-  int64_t number = int64_t(share.segment) * kSegment + share.rank * 64 + warp * 16 + lane % 16;
-  int64_t position = finder.position(r, number, finder.entry(r, number));
-  int64_t at = Finder::at(r, r.keys, position, finder.outer(r, position));
   uint32_t exists = __ballot_sync(~0u, at >= 0);
   const uint16_t* keys = static_cast<const uint16_t*>(r.keys.at) + share.unit.kv_head * r.keys.head + lane % 8 * 8;
   const uint16_t* somewhere = aligned_down(static_cast<const uint16_t*>(r.q));
@@ -138,21 +135,19 @@ __device__ void gather(const Request& r, const Share& share, uint32_t base, Rest
   barrier_arrive_after_copies(shared_address(&rest.ready));
   cluster_wait();
 
-  // Columns to those that weigh them, who are all done with their queries.
-  if (warp == 0 && lane == 0) {
+  // Columns to those that weigh them, who are all done with their queries. Every lane has a member.
+  if (warp == 0 && lane < kMembers) {
     barrier_wait(shared_address(&rest.ready), 0);
     barrier_wait(shared_address(&rest.maxima), 0);
     fence_async();
-#pragma unroll 1
-    for (int i = 1; i < kMembers; i++) {
-      int member = (share.rank + i) % kMembers;
+    int member = (share.rank + lane) % kMembers;
+    if (lane > 0)
       send_tile(of_member(base + kQueries + share.rank * kTile, member), of_member(shared_address(&rest.values), member),
                 base + kKeys + member * kTile);
-    }
     tiles_sent();
-#pragma unroll 1
-    for (int member = 0; member < kMembers; member++) arrive_at(of_member(shared_address(&rest.free), member));
   }
+  __syncwarp();
+  if (warp == 0 && lane < kMembers) arrive_at(of_member(shared_address(&rest.free), lane));
 }
 
 // Four warps: scores of the own keys, and then the own columns of the values.
@@ -239,34 +234,35 @@ __device__ void attend(const Request& r, const Share& share, uint32_t base, Rest
   }
   barrier_wait(shared_address(&rest.sums), 0);
 
-  // Sums, and where they say that few keys have the weight.
+  // Sums, and where they say that few keys have the weight: of one of the two rows by each lane.
   float total[2];
   bool few[2];
   uint32_t rough = 0;
-#pragma unroll 1
-  for (int i = 0; i < 2; i++) {
+  {
+    int own_row = row + 8 * (lane % 2);
     float sum[2] = {0.f, 0.f}, squares[2] = {0.f, 0.f}, before = minus_infinity();
-    uint32_t few_of_row = 0;
-#pragma unroll 1
+#pragma unroll 2
     for (int j = 0; j < kMembers; j += 2) {
-      float even = rest.max[j][row + 8 * i], odd = rest.max[j + 1][row + 8 * i], scale[2] = {moved(before, even), moved(before, odd)};
+      float of_even = rest.max[j][own_row], of_odd = rest.max[j + 1][own_row];
+      float scale[2] = {moved(before, of_even), moved(before, of_odd)}, later = moved(of_even, of_odd);
 #pragma unroll
       for (int which = 0; which < 2; which++) {
-        float2 more = rest.sum[j + which][row + 8 * i];
+        float2 more = rest.sum[j + which][own_row];
         sum[which] = __fmaf_rn(sum[which], scale[which], more.x);
         if constexpr (kTerms == 2) {
           squares[which] = __fmaf_rn(squares[which], scale[which] * scale[which], more.y);
-          few_of_row |= uint32_t(!are_many(sum[which], squares[which])) << (j + which);
+          rough |= uint32_t(!are_many(sum[which], squares[which])) << (j + which);
         }
       }
-      float later = moved(even, odd);
       sum[0] *= later;
       squares[0] *= later * later;
-      before = odd;
+      before = of_odd;
     }
-    (i ? total[1] : total[0]) = sum[0] + sum[1];
-    (i ? few[1] : few[0]) = few_of_row >> rank & 1;
-    rough |= few_of_row;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      total[i] = __shfl_sync(~0u, sum[0] + sum[1], lane / 4 * 4 + i);
+      few[i] = __shfl_sync(~0u, rough, lane / 4 * 4 + i) >> rank & 1;
+    }
   }
   if constexpr (kTerms == 2) {
     rough = __reduce_or_sync(~0u, rough);
@@ -308,19 +304,14 @@ __device__ void attend(const Request& r, const Share& share, uint32_t base, Rest
     }
   }
   meet_all();
-  barrier_wait(shared_address(&rest.free), 0);
-  if (tid == 0) {
-#pragma unroll 1
-    for (int i = 1; i < kMembers; i++) {
-      int member = (rank + i) % kMembers;
-      bool here = odd || (member >= kMembers / 2) == right;
-      uint32_t barrier = of_member(shared_address(&rest.full[rank]), member);
-      send_tile(of_member(own[0], member), barrier, here ? own[0] : other[0]);
-      if (own_rough)
-        send_tile(of_member(base + kKeys + (rank < member ? rank : rank + 1) * kTile, member), barrier,
-                  here ? own[1] : other[1]);
-    }
+  // The first terms by a warp, the second by another, of which every lane has a member.
+  if (warp < (own_rough ? 2 : 1) && lane > 0 && lane < kMembers) {
+    int member = (rank + lane) % kMembers;
+    bool here = odd || (member >= kMembers / 2) == right;
+    uint32_t to = warp == 0 ? own[0] : base + kKeys + (rank < member ? rank : rank + 1) * kTile;
+    send_tile(of_member(to, member), of_member(shared_address(&rest.full[rank]), member), here ? (warp ? own[1] : own[0]) : (warp ? other[1] : other[0]));
   }
+  __syncwarp();
 
   float o[32], before[2] = {minus_infinity(), minus_infinity()};
 #pragma unroll
@@ -338,6 +329,7 @@ __device__ void attend(const Request& r, const Share& share, uint32_t base, Rest
       before[i] = now;
     }
     if (j > 0 && !__all_sync(~0u, scale[0] == 1.f && scale[1] == 1.f)) {
+      products_wait_but<0>(o);
 #pragma unroll
       for (int i = 0; i < 32; i++) o[i] *= scale[i / 2 % 2];
     }
@@ -357,8 +349,8 @@ __device__ void attend(const Request& r, const Share& share, uint32_t base, Rest
       }
     }
     products_commit();
-    products_wait_but<0>(o);
   }
+  products_wait_but<0>(o);
 
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -405,7 +397,9 @@ __device__ void attend(const Request& r, const Share& share, uint32_t base, Rest
     if (first) r.lse[share.unit.row * r.lse_row + row_head * r.lse_head] = running.lse();
   }
   // Nobody's weights are read after their block has ended.
-  if (tid == 0) tiles_sent();
+  tiles_sent();
+  // Nor are barriers of blocks that have ended arrived at.
+  barrier_wait(shared_address(&rest.free), 0);
 }
 
 template <typename T, int kKeyDim>
@@ -415,6 +409,16 @@ __device__ void run(const Request& r) {
   // Rows are permuted by the lower bits of their address, which is the same in all members.
   uint32_t start = shared_address(memory), base = (start + 1023) / 1024 * 1024;
   Rest& rest = *reinterpret_cast<Rest*>(memory + (base - start) + kRest);
+  int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  Share share(r);
+  // What takes longest first.
+  int64_t at = kNowhere;
+  if (warp >= 4) {
+    Finder finder(r, share.unit.row, share.unit.kv_head);
+    int64_t number = int64_t(share.segment) * kSegment + share.rank * 64 + (warp - 4) * 16 + lane % 16;
+    int64_t position = finder.position(r, number, finder.entry(r, number));
+    at = Finder::at(r, r.keys, position, finder.outer(r, position));
+  }
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&rest.ready), kThreads + 4);
     barrier_init(shared_address(&rest.maxima), 1);
@@ -432,10 +436,8 @@ __device__ void run(const Request& r) {
   __syncthreads();
   // Nobody may be sent anything before it is there.
   cluster_arrive_relaxed();
-  Share share(r);
-  int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (warp >= 4) {
-    gather<T, kKeyDim>(r, share, base, rest, warp - 4, lane);
+    gather<T, kKeyDim>(r, share, at, base, rest, warp - 4, lane);
     return;
   }
   // Two threads have a head.

@@ -165,6 +165,12 @@ struct Running {
   }
 };
 
+// A quotient of numbers that are not negative. Most are of 32 bits, and many divisors 1.
+__device__ inline int64_t quotient(int64_t a, int64_t b) {
+  if (b == 1) return a;
+  return ((a | b) >> 32) == 0 ? static_cast<int64_t>(uint32_t(a) / uint32_t(b)) : a / b;
+}
+
 // A unit of work.
 struct Unit {
   int64_t row;
