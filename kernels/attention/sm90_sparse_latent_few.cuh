@@ -83,7 +83,7 @@ __device__ inline void fetch_key(uint32_t to, const void* from, bool exists) {
     fetch_key<kTiles, T + 1>(to, from, exists);
   }
 }
-// A piece of eight numbers at so many tiles of 64 numbers.
+// Eight numbers, which need not lie at a multiple of 16 bytes.
 __device__ inline void fetch_piece(uint32_t to, const uint16_t* from, bool exists, bool aligned) {
   if (aligned) {
     copy_async<0, 0>(to, from, exists);
@@ -108,7 +108,8 @@ struct Share {
 
 // Four warps: a warp has 16 keys, which begin where the lanes say.
 template <typename T, int kKeyDim>
-__device__ void gather(const Request& r, const Share& share, int64_t at, uint32_t base, Rest& rest, int warp, int lane) {
+__device__ void gather(const Request& r, const Share& share, int64_t at, uint32_t base, Rest& rest, int warp,
+                       int lane) {
   constexpr int kTiles = kKeyDim / 64;
   uint32_t exists = __ballot_sync(~0u, at >= 0);
   const uint16_t* keys = static_cast<const uint16_t*>(r.keys.at) + share.unit.kv_head * r.keys.head + lane % 8 * 8;
@@ -133,6 +134,7 @@ __device__ void gather(const Request& r, const Share& share, int64_t at, uint32_
     barrier_arrive(shared_address(&rest.ready));
   }
   barrier_arrive_after_copies(shared_address(&rest.ready));
+  __syncwarp();
   cluster_wait();
 
   // Columns to those that weigh them, who are all done with their queries. Every lane has a member.
@@ -142,8 +144,8 @@ __device__ void gather(const Request& r, const Share& share, int64_t at, uint32_
     fence_async();
     int member = (share.rank + lane) % kMembers;
     if (lane > 0)
-      send_tile(of_member(base + kQueries + share.rank * kTile, member), of_member(shared_address(&rest.values), member),
-                base + kKeys + member * kTile);
+      send_tile(of_member(base + kQueries + share.rank * kTile, member),
+                of_member(shared_address(&rest.values), member), base + kKeys + member * kTile);
     tiles_sent();
   }
   __syncwarp();
@@ -182,6 +184,7 @@ __device__ void attend(const Request& r, const Share& share, uint32_t base, Rest
   float most[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
   for (int i = 4; i < 32; i++) most[i % 4] = greater(most[i % 4], s[i]);
+  __syncwarp();
   cluster_wait();
 #pragma unroll
   for (int i = 0; i < 2; i++) {
@@ -309,7 +312,8 @@ __device__ void attend(const Request& r, const Share& share, uint32_t base, Rest
     int member = (rank + lane) % kMembers;
     bool here = odd || (member >= kMembers / 2) == right;
     uint32_t to = warp == 0 ? own[0] : base + kKeys + (rank < member ? rank : rank + 1) * kTile;
-    send_tile(of_member(to, member), of_member(shared_address(&rest.full[rank]), member), here ? (warp ? own[1] : own[0]) : (warp ? other[1] : other[0]));
+    uint32_t from = here ? (warp == 0 ? own[0] : own[1]) : (warp == 0 ? other[0] : other[1]);
+    send_tile(of_member(to, member), of_member(shared_address(&rest.full[rank]), member), from);
   }
   __syncwarp();
 
@@ -368,7 +372,8 @@ __device__ void attend(const Request& r, const Share& share, uint32_t base, Rest
       if (greatest == minus_infinity()) continue;
 #pragma unroll
       for (int j = 0; j < 8; j++)
-        *reinterpret_cast<float2*>(slot + head * 512 + column + 8 * j) = make_float2(o[4 * j + 2 * i], o[4 * j + 2 * i + 1]);
+        *reinterpret_cast<float2*>(slot + head * 512 + column + 8 * j) =
+            make_float2(o[4 * j + 2 * i], o[4 * j + 2 * i + 1]);
       continue;
     }
     Running running;
@@ -396,9 +401,9 @@ __device__ void attend(const Request& r, const Share& share, uint32_t base, Rest
     }
     if (first) r.lse[share.unit.row * r.lse_row + row_head * r.lse_head] = running.lse();
   }
-  // Nobody's weights are read after their block has ended.
+  // No weights are read after their block has ended.
   tiles_sent();
-  // Nor are barriers of blocks that have ended arrived at.
+  // Nor is a barrier of a block that has ended arrived at.
   barrier_wait(shared_address(&rest.free), 0);
 }
 
@@ -450,7 +455,8 @@ __device__ void run(const Request& r) {
   for (int t = 0; t < kTiles; t++) {
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      fetch_piece(to + t * kTile + ((threadIdx.x % 2 * 4 + i ^ (head & 7)) << 4), from + t * 64 + 8 * i, exists, aligned);
+      fetch_piece(to + t * kTile + ((threadIdx.x % 2 * 4 + i ^ (head & 7)) << 4), from + t * 64 + 8 * i, exists,
+                  aligned);
   }
   if (!aligned) fence_async();
   barrier_arrive_after_copies(shared_address(&rest.ready));

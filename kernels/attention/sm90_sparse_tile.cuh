@@ -355,7 +355,8 @@ struct Half {
 };
 
 template <typename T, int D, bool kRepeats>
-__device__ inline void attend(const Request& r, uint32_t base, Rest& rest, const Tile& tile, const Pass& pass, Half& half) {
+__device__ inline void attend(const Request& r, uint32_t base, Rest& rest, const Tile& tile, const Pass& pass,
+                              Half& half) {
   using M = Memory<D>;
   constexpr int kTerms = Terms<T>::kCount;
   constexpr int kNumbers = D / 2;  // of a thread's values
