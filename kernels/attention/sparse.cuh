@@ -6,8 +6,8 @@
 //    a softmax of its own: greatest score, sum, and values weighed relative to the greatest. Segments
 //    are then merged in their order.
 // 3. With many units a block takes all segments of a unit, merging as it goes. With few, every segment
-//    has a block of its own, which leaves its part in memory, and `sparse_merge` merges them. The
-//    arithmetic is the same, so a row gives the same bits in any batch.
+//    has a block of its own, or a cluster (sm90_sparse_latent_few.cuh), which leaves its part in memory,
+//    and `sparse_merge` merges them. The arithmetic is the same, so a row gives the same bits in any batch.
 //
 // Scores are kept times log2(e): exponentials are powers of two.
 

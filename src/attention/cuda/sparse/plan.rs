@@ -2,7 +2,7 @@
 //!
 //! What a row's bits depend on, which is the kernel and the length of a segment, follows from the
 //! sizes of a row alone. How many rows there are decides only whether the segments of a unit have a
-//! block each or share one.
+//! block each, or a cluster, or share a block.
 
 use super::super::super::sparse::Dims;
 
