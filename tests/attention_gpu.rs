@@ -503,6 +503,16 @@ sanitize! {
     sanitize_attention_bf16, sanitize_attention_bf16_sm80: cases::attention_of_every_kernel, BF16;
 }
 
+/// What small shapes take clusters for, by single blocks.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn sanitize_attention_of_single_blocks() -> Result<()> {
+    let (device, _guard) = gpu()?;
+    with_form(Compiled::Sm80Wide, || {
+        cases::attention_of_every_kernel(DType::BF16, &device)
+    })
+}
+
 // ---------------------------------------------------------------- the layer
 
 #[test]

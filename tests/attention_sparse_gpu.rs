@@ -230,6 +230,87 @@ fn batches() -> Result<()> {
     })
 }
 
+/// Latent attention gives the same bits by clusters as by single blocks, whatever the rows see.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn clusters() -> Result<()> {
+    let (device, _guard) = gpu()?;
+    let single = |f: &dyn Fn() -> Result<()>| with_form(Kernels::Sm80Wide, f);
+    let clustered = |f: &dyn Fn() -> Result<()>| with_form(Kernels::Sm90, f);
+    let bits = |t: &Tensor| cases::bits(t);
+    for (i, (rows, heads, key_dim, length, width, block, dtype)) in [
+        (1, 128, 576, 5000, 4096, 1, DType::BF16),
+        (4, 128, 576, 3000, 2048, 1, DType::BF16),
+        (5, 64, 576, 600, 512, 1, DType::BF16),
+        (8, 100, 512, 900, 513, 1, DType::BF16),
+        (4, 33, 576, 300, 129, 1, DType::F16),
+        (9, 128, 512, 2500, 1900, 1, DType::F16),
+        (4, 65, 576, 90, 64, 1, DType::BF16),
+        (3, 128, 576, 40, 1, 1, DType::BF16),
+        (2, 128, 576, 40, 95, 1, DType::F16),
+        (4, 64, 576, 1000, 11, 64, DType::BF16),
+        (4, 64, 512, 1000, 5, 128, DType::BF16),
+        (1, 64, 576, 20_000, 16_384, 1, DType::BF16),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let form = Form {
+            rows,
+            length,
+            heads,
+            key_dim,
+            width,
+            block,
+            dtype,
+            ..Form::MLA
+        };
+        for extra in [false, true] {
+            let extras = Extras {
+                counts: extra,
+                bounds: extra,
+                sink: extra,
+            };
+            let case = Attended::random(form, extras, 70 + i as u64, &device)?;
+            let run = || case.run(i, &device);
+            let (out, lse) = with_form(Kernels::Sm80Wide, run)?;
+            case.check(&out, &lse, &format!("{form:?} {extras:?}"))?;
+            let (out, lse) = (bits(&out)?, bits(&lse)?);
+            for _ in 0..5 {
+                let (again, lse_again) = with_form(Kernels::Sm90, run)?;
+                assert!(bits(&again)? == out, "{form:?} {extras:?}");
+                assert!(bits(&lse_again)? == lse, "{form:?} {extras:?}");
+            }
+            // Queries and keys one element off.
+            let moved = |t: &Tensor| -> Result<Tensor> {
+                let wide = t.pad_with_zeros(2, 1, 1)?;
+                wide.narrow(2, 1, t.dims()[2])
+            };
+            if !extra {
+                let op = SparseAttention::new(case.scale).with_block_size(block);
+                let positions = case.positions(&device)?;
+                let k = moved(&case.k)?;
+                let kv = KeyValues::packed(&k, case.values());
+                let odd = with_form(Kernels::Sm90, || {
+                    op.forward(&moved(&case.q)?, &kv, &positions)
+                })?;
+                assert!(bits(&odd.out)? == out && bits(&odd.lse)? == lse, "{form:?}");
+            }
+        }
+    }
+    for heads in [64, 128] {
+        let run = || cases::attention_of_caches(Form { heads, ..Form::MLA }, &device);
+        single(&run)?;
+        clustered(&run)?;
+    }
+    for dtype in [DType::BF16, DType::F16] {
+        let run = || cases::attention_weights(dtype, 40, &[128, 512, 640, 1280], &device);
+        single(&run)?;
+        clustered(&run)?;
+    }
+    Ok(())
+}
+
 /// Decoding in a captured graph, whose lengths, counts and positions change between replays.
 #[test]
 #[ignore = "needs a CUDA GPU"]
@@ -238,8 +319,8 @@ fn graph_replays() -> Result<()> {
     let stream = device.as_cuda_device()?.cuda_stream();
     preload_attention(&device, DType::BF16)?;
     let mut rng = common::rng(5);
-    for (heads, kv_heads, key_dim) in [(128, 1, 576), (8, 2, 128)] {
-        let (rows, length, width) = (6, 2048, 1500);
+    for (rows, heads, kv_heads, key_dim) in [(6, 128, 1, 576), (2, 128, 1, 576), (6, 8, 2, 128)] {
+        let (length, width) = (2048, 1500);
         let tensor = |dims: &[usize]| Tensor::randn(0f32, 1., dims, &device)?.to_dtype(DType::BF16);
         let q = tensor(&[rows, heads, key_dim])?;
         let k = tensor(&[rows, length, kv_heads, key_dim])?;

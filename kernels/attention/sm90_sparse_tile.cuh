@@ -9,11 +9,13 @@
 //    rows each, with all heads of the group: 64 rows of a matrix. A warpgroup passes over blocks that
 //    none of its rows attends to.
 // 3. A warpgroup asks for the scores of a block before it weighs the values of the one before, so
-//    that the tensor cores have work while it turns scores into weights.
+//    that the tensor cores have work while it turns scores into weights. Where both attend to a block,
+//    they ask in turn: else the tensor cores take a little of each, and both wait for all of it.
 // 4. Second terms of weights are left out of rows of which many keys share the weight, and their
 //    products where no row of a warpgroup has one.
 // 5. A weight of 0 times a value that is not finite is no number. A row whose result is not finite is
-//    computed again, alone, from the keys that it attends to and zeros.
+//    computed again, alone, from the keys that it attends to and zeros; and so is one of large scores,
+//    which take care that is of no use to others.
 
 #pragma once
 #include "../common/pipeline.cuh"
@@ -47,10 +49,12 @@ struct Rest {
   uint64_t active, pending, again;
   int64_t begin, end;       // what the active rows see together
   uint32_t all[2][kWords];  // the masks of a warpgroup's rows together
+  uint32_t repeats;         // whether the active row is computed again
   uint32_t listed;          // blocks of a chunk that any row attends to
   uint16_t list[32 * kWords];  // and which they are: 12 bits, and two for which warpgroups have such rows
   uint32_t masks[kRows][kWords];
 };
+static_assert(sizeof(Rest) == 44208, "Kind::shared_bytes() says so");
 
 template <int D>
 constexpr int bytes() {
@@ -87,8 +91,9 @@ struct Tile {
 
   __device__ explicit Tile(const Request& r) {
     int64_t unit = r.first_unit + blockIdx.x;
-    kv_head = static_cast<int>(unit % r.tiles);
-    first_row = unit / r.tiles * r.tile_rows;
+    int64_t tile = quotient(unit, r.tiles);
+    kv_head = static_cast<int>(unit - tile * r.tiles);
+    first_row = tile * r.tile_rows;
     rows = static_cast<int>(min(int64_t(r.tile_rows), r.rows - first_row));
     half = (r.tile_rows + 1) / 2;
   }
@@ -97,6 +102,7 @@ struct Tile {
 // A pass over the keys of some rows.
 struct Pass {
   uint64_t active;  // its rows; none when all is done
+  bool repeats;     // whether it is one that is computed again
   int64_t sequence, begin, end, blocks, chunks;
 
   // All rows of one sequence, or one that is computed again. By all threads.
@@ -130,12 +136,14 @@ struct Pass {
         else
           rest.again = again & ~chosen;
         rest.active = chosen;
+        rest.repeats = pending == 0;
         rest.begin = static_cast<int64_t>(least);
         rest.end = static_cast<int64_t>(most);
       }
     }
     __syncthreads();
     active = uniform(rest.active);
+    repeats = uniform(rest.repeats);
     begin = uniform(rest.begin);
     end = uniform(rest.end);
     sequence = active ? uniform(rest.sequences[__ffsll(active) - 1]) : kNowhere;
@@ -194,25 +202,29 @@ struct Pass {
       rest.all[which][i % kWords] = all;
     }
     __syncthreads();
-    if (tid < 32) {
-      constexpr int kEach = kWords / 32;
-      uint32_t bits[kEach], count = 0;
+    // A word at a time, by each warp some. What lies before them all warps count.
+    int lane = tid % 32, own_warp = tid / 32;
+    uint32_t before = 0;
 #pragma unroll
-      for (int i = 0; i < kEach; i++) {
-        int word = tid * kEach + i;
-        bits[i] = word < words ? rest.all[0][word] | rest.all[1][word] : 0;
-        count += __popc(bits[i]);
+    for (int first = 0; first < kWords; first += 32) {
+      if (first >= words) break;
+      uint32_t of_first = 0, of_second = 0;
+      if (first + lane < words) {
+        of_first = rest.all[0][first + lane];
+        of_second = rest.all[1][first + lane];
       }
-      uint32_t past = inclusive_sum(count), at = past - count;
-      if (tid == 31) rest.listed = past;
-#pragma unroll
-      for (int i = 0; i < kEach; i++)
-        for (uint32_t left = bits[i]; left != 0; left &= left - 1) {
-          int word = tid * kEach + i, bit = __ffs(left) - 1;
-          uint32_t whose = (rest.all[0][word] >> bit & 1) | (rest.all[1][word] >> bit & 1) << 1;
-          rest.list[at++] = static_cast<uint16_t>(word * 32 + bit | whose << 12);
+      uint32_t count = __popc(of_first | of_second), past = inclusive_sum(count);
+      for (int i = own_warp; i < 32; i += kThreads / 32) {
+        uint32_t x = __shfl_sync(~0u, of_first, i), y = __shfl_sync(~0u, of_second, i);
+        uint32_t at = before + __shfl_sync(~0u, past - count, i) + __popc((x | y) & ((1u << lane) - 1));
+        if ((x | y) >> lane & 1) {
+          uint32_t whose = (x >> lane & 1) | (y >> lane & 1) << 1;
+          rest.list[at] = static_cast<uint16_t>((first + i) * 32 + lane | whose << 12);
         }
+      }
+      before += __shfl_sync(~0u, past, 31);
     }
+    if (tid == 0) rest.listed = before;
     // The queries, before the first pass.
     asm volatile("cp.async.wait_all;" ::: "memory");
     fence_async();
@@ -315,276 +327,292 @@ __device__ void gather(const Request& r, uint32_t base, Rest& rest, const Tile& 
   }
 }
 
+// What warpgroups do in turn: the one that has waited for its own tells the other.
+__device__ inline void wait_for_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
+__device__ inline void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(1 + group) : "memory"); }
+
+// Rows of a word of each lane become columns, in every four lanes.
+__device__ inline void transpose(uint32_t (&x)[4], int lane) {
+  bool odd = lane & 1, high = lane & 2;
+  uint32_t first = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1), second = __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
+  uint32_t a[2] = {odd ? first : x[0], odd ? x[1] : first}, b[2] = {odd ? second : x[2], odd ? x[3] : second};
+  first = __shfl_xor_sync(~0u, high ? a[0] : b[0], 2);
+  second = __shfl_xor_sync(~0u, high ? a[1] : b[1], 2);
+  x[0] = high ? first : a[0];
+  x[1] = high ? second : a[1];
+  x[2] = high ? b[0] : first;
+  x[3] = high ? b[1] : second;
+}
+
 // Half of the rows, by a warpgroup.
-template <typename T, int D>
-__device__ void attend(const Request& r, uint32_t base, Rest& rest, const Tile& tile, int group, int warp, int lane) {
+struct Half {
+  int group, warp, lane;
+  int m;         // a thread's two rows of the matrix: this and the one 8 further on
+  int own[2];    // which rows of the tile they are of; -1: none
+  int heads[2];  // and which heads of the group
+  int stage;
+  uint32_t parity, ballot;
+};
+
+template <typename T, int D, bool kRepeats>
+__device__ inline void attend(const Request& r, uint32_t base, Rest& rest, const Tile& tile, const Pass& pass,
+                              Half& half) {
   using M = Memory<D>;
   constexpr int kTerms = Terms<T>::kCount;
   constexpr int kNumbers = D / 2;  // of a thread's values
-  // A thread's two rows of the matrix.
-  int m = warp * 16 + lane / 4;
-  int own[2];
+  int group = half.group, lane = half.lane, column = lane % 4 * 2;
+  const int(&own)[2] = half.own;
+  int& stage = half.stage;
+  uint32_t &parity = half.parity, &ballot = half.ballot;
+  uint32_t ring = base + M::kRing;
+
+  bool takes_part[2];
+  int64_t from[2], past[2];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    int row = group * tile.half + (m + 8 * i) / r.group;
-    own[i] = (m + 8 * i) / r.group < tile.half && row < tile.rows ? row : -1;
+    takes_part[i] = own[i] >= 0 && (pass.active >> own[i] & 1);
+    from[i] = takes_part[i] ? rest.starts[own[i]] : 0;
+    past[i] = takes_part[i] ? rest.ends[own[i]] : 0;
   }
-  int column = lane % 4 * 2;
-  uint32_t queries = base + group * M::kTiles * kTile, ring = base + M::kRing;
-  int stage = 0;
-  uint32_t parity = 0, ballot = 0;
+  // Blocks that both rows see whole, if they attend to them.
+  int64_t whole_from = (::max(from[0], from[1]) + kKeys - 1) / kKeys;
+  int64_t whole_past = min(past[0], past[1]) / kKeys;
 
-  for (;;) {
-    Pass pass(r, rest);
-    if (pass.active == 0) {
-      // The queries are on their way still.
-      asm volatile("cp.async.wait_all;" ::: "memory");
-      return;
-    }
-    bool alone = (pass.active & (pass.active - 1)) == 0;
-    bool takes_part[2];
-    int64_t from[2], past[2];
+  float o[kNumbers], max[2], sum[2], squares[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      takes_part[i] = own[i] >= 0 && (pass.active >> own[i] & 1);
-      from[i] = takes_part[i] ? rest.starts[own[i]] : 0;
-      past[i] = takes_part[i] ? rest.ends[own[i]] : 0;
-    }
-    // Blocks that both rows see whole, if they attend to them.
-    int64_t whole_from = (::max(from[0], from[1]) + kKeys - 1) / kKeys;
-    int64_t whole_past = min(past[0], past[1]) / kKeys;
+  for (int i = 0; i < kNumbers; i++) o[i] = 0.f;
+  max[0] = max[1] = minus_infinity();
+  sum[0] = sum[1] = squares[0] = squares[1] = 0.f;
+  // Large products are rounded before their reference is taken off: else what is left of their rounding would be the
+  // greatest one's weight. Rows that have any are computed again.
+  constexpr float kLarge = 4096.f;
+  float farthest[2] = {0.f, 0.f};
+  uint32_t p[kTerms][16] = {};
+  uint64_t q = operand_in_blocks(base + group * M::kTiles * kTile);
+  bool second = false;  // whether there are second terms, which are 0 otherwise
+  int held = -1;        // the stage whose values `p` weighs
 
-    float o[kNumbers], max[2], sum[2], squares[2];
+  // Whether second terms count for the block that is held.
+  auto counted = [&] {
+    if constexpr (kTerms == 1) return false;
+    barrier_wait(shared_address(&rest.voted[group]), ballot);
+    uint32_t votes = *reinterpret_cast<const uint32_t*>(rest.votes[group][ballot]);
+    ballot ^= 1;
+    return votes != 0;
+  };
+  auto weigh = [&](bool both) {
+    uint64_t v = operand_in_blocks(uniform(ring + held * M::kStage + M::kTiles * kTile), kTile);
+    products_begin();
 #pragma unroll
-    for (int i = 0; i < kNumbers; i++) o[i] = 0.f;
-    max[0] = max[1] = minus_infinity();
-    sum[0] = sum[1] = squares[0] = squares[1] = 0.f;
-    uint32_t p[kTerms][16] = {};
-    bool second = false;  // whether there are second terms, which are 0 otherwise
-    int held = -1;        // the stage whose values `p` weighs
-
-    // Whether second terms count for the block that is held.
-    auto counted = [&] {
-      if constexpr (kTerms == 1) return false;
-      barrier_wait(shared_address(&rest.voted[group]), ballot);
-      uint32_t votes = *reinterpret_cast<const uint32_t*>(rest.votes[group][ballot]);
-      ballot ^= 1;
-      return votes != 0;
-    };
-    auto weigh = [&](bool both) {
-      uint64_t v = operand_in_blocks(uniform(ring + held * M::kStage + M::kTiles * kTile), kTile);
-      products_begin();
+    for (int i = 0; i < 4; i++)
+      multiply_across<T>(o, p[0][4 * i], p[0][4 * i + 1], p[0][4 * i + 2], p[0][4 * i + 3], further(v, i * 2048));
+    if constexpr (kTerms == 2) {
+      if (both) {
+        products_begin();
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        multiply_across<T>(o, p[0][4 * i], p[0][4 * i + 1], p[0][4 * i + 2], p[0][4 * i + 3], further(v, i * 2048));
-      if constexpr (kTerms == 2) {
-        if (both) {
-          products_begin();
-#pragma unroll
-          for (int i = 0; i < 4; i++)
-            multiply_across<T>(o, p[1][4 * i], p[1][4 * i + 1], p[1][4 * i + 2], p[1][4 * i + 3],
-                               further(v, i * 2048));
-        }
+        for (int i = 0; i < 4; i++)
+          multiply_across<T>(o, p[1][4 * i], p[1][4 * i + 1], p[1][4 * i + 2], p[1][4 * i + 3], further(v, i * 2048));
       }
-    };
-    auto release = [&](int which) {
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&rest.empty[which]));
-    };
-    auto finish = [&] {
-      if (held < 0) return;
-      counted();
-      weigh(true);
-      products_commit();
-      products_wait_but<0>(o);
-      release(held);
-      held = -1;
-    };
+    }
+  };
+  auto release = [&](int which) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&rest.empty[which]));
+  };
+  auto finish = [&] {
+    if (held < 0) return;
+    counted();
+    weigh(true);
+    products_commit();
+    products_wait_but<0>(o);
+    release(held);
+    held = -1;
+  };
 
-    for (int64_t chunk = pass.first_chunk(); chunk < pass.chunks; chunk++) {
-      pass.mark(r, rest, tile, chunk);
-      int listed = uniform(static_cast<int>(rest.listed));
-      for (int n = 0; n < listed; n++) {
-        int entry = uniform(static_cast<int>(rest.list[n])), at = entry & 0xfff;
+  for (int64_t chunk = pass.first_chunk(); chunk < pass.chunks; chunk++) {
+    pass.mark(r, rest, tile, chunk);
+    int listed = uniform(static_cast<int>(rest.listed)), next = uniform(static_cast<int>(rest.list[0]));
+    if (group == 1) give_turn(0);
+    for (int n = 0; n < listed; n++) {
+      int entry = next, at = entry & 0xfff;
+      if (!(entry >> (12 + group) & 1)) {
+        // The ring may not get round to what is held.
+        finish();
+        barrier_wait(shared_address(&rest.full[stage]), parity);
+        release(stage);
+        next = uniform(static_cast<int>(rest.list[n + 1]));
+      } else {
+        barrier_wait(shared_address(&rest.full[stage]), parity);
+        fence_async();
+        float s[32];
+        uint64_t k = operand_in_blocks(uniform(ring + stage * M::kStage));
+        bool turns = entry >> 12 == 3;
+        if (turns) wait_for_turn(group);
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < 4 * M::kTiles; i++)
+          multiply_64<T>(s, further(q, i / 4 * kTile + 32 * (i % 4)), further(k, i / 4 * kTile + 32 * (i % 4)),
+                         i > 0);
+        products_commit();
         // Whether the two rows attend to it.
         bool wanted[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) wanted[i] = takes_part[i] && rest.masks[own[i]][at / 32] >> (at % 32) & 1;
-        if (!(entry >> (12 + group) & 1)) {
-          // The ring may not get round to what is held.
-          finish();
-          barrier_wait(shared_address(&rest.full[stage]), parity);
-          release(stage);
-        } else {
-          barrier_wait(shared_address(&rest.full[stage]), parity);
-          fence_async();
-          float s[32];
-          uint64_t q = operand_in_blocks(queries), k = operand_in_blocks(uniform(ring + stage * M::kStage));
-          products_begin();
+        next = uniform(static_cast<int>(rest.list[n + 1]));
+        uint64_t exists = rest.exists[stage];
+        int64_t block = chunk * 32 * kWords + at;
+        bool whole = __all_sync(~0u, exists == ~0ull && wanted[0] && wanted[1] && block >= whole_from &&
+                                         block < whole_past);
+        // What each of the two rows sees of the block.
+        uint64_t seen[2] = {~0ull, ~0ull};
+        if (!whole) {
 #pragma unroll
-          for (int i = 0; i < 4 * M::kTiles; i++)
-            multiply_64<T>(s, further(q, i / 4 * kTile + 32 * (i % 4)), further(k, i / 4 * kTile + 32 * (i % 4)),
-                           i > 0);
+          for (int i = 0; i < 2; i++) {
+            int64_t first = from[i] - block * kKeys, last = past[i] - block * kKeys;
+            uint64_t below = last >= 64 ? ~0ull : last > 0 ? (1ull << last) - 1 : 0;
+            uint64_t above = first <= 0 ? ~0ull : first < 64 ? ~0ull << first : 0;
+            seen[i] = wanted[i] ? exists & below & above : 0;
+          }
+        }
+        if (held >= 0) {
+          weigh(uniform(int(counted())));
           products_commit();
-          uint64_t exists = rest.exists[stage];
-          int64_t block = chunk * 32 * kWords + at;
-          bool whole = __all_sync(~0u, exists == ~0ull && wanted[0] && wanted[1] && block >= whole_from &&
-                                           block < whole_past);
-          // What each of the two rows sees of the block.
-          uint64_t seen[2] = {~0ull, ~0ull};
-          if (!whole) {
+          if (turns) give_turn(1 - group);
+          products_wait_but<1>(s);
+        } else {
+          if (turns) give_turn(1 - group);
+          products_wait_but<0>(s);
+        }
+        if (!whole) {
+          uint64_t own_columns[2] = {seen[0] >> column, seen[1] >> column};
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-              int64_t first = from[i] - block * kKeys, last = past[i] - block * kKeys;
-              uint64_t below = last >= 64 ? ~0ull : last > 0 ? (1ull << last) - 1 : 0;
-              uint64_t above = first <= 0 ? ~0ull : first < 64 ? ~0ull << first : 0;
-              seen[i] = wanted[i] ? exists & below & above : 0;
-            }
-          }
-          if (held >= 0) {
-            weigh(uniform(int(counted())));
-            products_commit();
-            products_wait_but<1>(s);
-          } else {
-            products_wait_but<0>(s);
-          }
-          if (!whole) {
-            uint64_t own_columns[2] = {seen[0] >> column, seen[1] >> column};
+          for (int i = 0; i < 32; i++)
+            if (!(own_columns[i / 2 % 2] >> (8 * (i / 4) + i % 2) & 1)) s[i] = minus_infinity();
+        }
+        // Of each row in two parts, which don't wait for each other.
+        float most[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
-            for (int i = 0; i < 32; i++)
-              if (!(own_columns[i / 2 % 2] >> (8 * (i / 4) + i % 2) & 1)) s[i] = minus_infinity();
-          }
-          // Of each row in two parts, which don't wait for each other.
-          float most[4] = {s[0], s[1], s[2], s[3]};
+        for (int i = 4; i < 32; i++) most[i % 4] = greater(most[i % 4], s[i]);
+        float scale[2], against[2], added[4] = {0.f, 0.f, 0.f, 0.f}, squared[4] = {0.f, 0.f, 0.f, 0.f};
+        bool few[2] = {false, false};
 #pragma unroll
-          for (int i = 4; i < 32; i++) most[i % 4] = greater(most[i % 4], s[i]);
-          // Large products are rounded first: else what is left of their rounding would be the greatest one's weight.
-          constexpr float kLarge = 4096.f;
-          float scale[2], against[2], factor = r.scale, added[4] = {0.f, 0.f, 0.f, 0.f}, squared[4] = {0.f, 0.f, 0.f, 0.f};
-          bool few[2] = {false, false}, large = false;
+        for (int i = 0; i < 2; i++) {
+          float x = greater(most[2 * i], most[2 * i + 1]);
+          x = greater(x, __shfl_xor_sync(~0u, x, 1));
+          x = greater(x, __shfl_xor_sync(~0u, x, 2)) * r.scale;
+          float now = follow(max[i], x);
+          scale[i] = moved(max[i], now);
+          max[i] = now;
+          against[i] = -reference(max[i]);
+          if (!kRepeats) farthest[i] = fmaxf(farthest[i], fabsf(against[i]));
+        }
 #pragma unroll
-          for (int i = 0; i < 2; i++) {
-            float x = greater(most[2 * i], most[2 * i + 1]);
-            x = greater(x, __shfl_xor_sync(~0u, x, 1));
-            x = greater(x, __shfl_xor_sync(~0u, x, 2)) * r.scale;
-            float now = follow(max[i], x);
-            scale[i] = moved(max[i], now);
-            max[i] = now;
-            against[i] = -reference(max[i]);
-            large |= fabsf(against[i]) > kLarge;
-          }
-          if (__any_sync(~0u, large)) {
+        for (int i = 0; i < 32; i++) {
+          int which = i / 2 % 2;
+          if (kRepeats && fabsf(against[which]) > kLarge)
+            s[i] = power(__fadd_rn(__fmul_rn(s[i], r.scale), against[which]));
+          else
+            s[i] = power(__fmaf_rn(s[i], r.scale, against[which]));
+          added[i % 4] += s[i];
+          if constexpr (kTerms == 2) squared[i % 4] = __fmaf_rn(s[i], s[i], squared[i % 4]);
+        }
 #pragma unroll
-            for (int i = 0; i < 32; i++) s[i] = __fmul_rn(s[i], r.scale);
-            factor = 1.f;
-          }
-#pragma unroll
-          for (int i = 0; i < 32; i++) {
-            s[i] = power(__fmaf_rn(s[i], factor, against[i / 2 % 2]));
-            added[i % 4] += s[i];
-            if constexpr (kTerms == 2) squared[i % 4] = __fmaf_rn(s[i], s[i], squared[i % 4]);
-          }
-#pragma unroll
-          for (int i = 0; i < 2; i++) {
-            float more = added[2 * i] + added[2 * i + 1];
+        for (int i = 0; i < 2; i++) {
+          float more = added[2 * i] + added[2 * i + 1];
+          more += __shfl_xor_sync(~0u, more, 1);
+          more += __shfl_xor_sync(~0u, more, 2);
+          sum[i] = __fmaf_rn(sum[i], scale[i], more);
+          if constexpr (kTerms == 2) {
+            more = squared[2 * i] + squared[2 * i + 1];
             more += __shfl_xor_sync(~0u, more, 1);
             more += __shfl_xor_sync(~0u, more, 2);
-            sum[i] = __fmaf_rn(sum[i], scale[i], more);
-            if constexpr (kTerms == 2) {
-              more = squared[2 * i] + squared[2 * i + 1];
-              more += __shfl_xor_sync(~0u, more, 1);
-              more += __shfl_xor_sync(~0u, more, 2);
-              squares[i] = __fmaf_rn(squares[i], scale[i] * scale[i], more);
-              few[i] = seen[i] != 0 && !are_many(sum[i], squares[i]);
-            }
-          }
-          bool vote = false;
-          if constexpr (kTerms == 2) {
-            vote = __any_sync(~0u, few[0] || few[1]);
-            if (lane == 0) {
-              rest.votes[group][ballot][warp] = vote;
-              barrier_arrive(shared_address(&rest.voted[group]));
-            }
-          }
-          products_wait_but<0>(o);
-          if (held >= 0) release(held);
-          held = stage;
-          if (!__all_sync(~0u, scale[0] == 1.f && scale[1] == 1.f)) {
-#pragma unroll
-            for (int i = 0; i < kNumbers; i++) o[i] *= scale[i / 2 % 2];
-          }
-#pragma unroll
-          for (int i = 0; i < 32; i += 2) p[0][i / 2] = pair<T>(s[i], s[i + 1]);
-          if constexpr (kTerms == 2) {
-            if (vote) {
-#pragma unroll
-              for (int i = 0; i < 32; i += 2)
-                p[1][i / 2] = few[i / 2 % 2] ? second_term(s[i], s[i + 1], p[0][i / 2]) : 0;
-            } else if (second) {
-#pragma unroll
-              for (int i = 0; i < 16; i++) p[1][i] = 0;
-            }
-            second = vote;
+            squares[i] = __fmaf_rn(squares[i], scale[i] * scale[i], more);
+            few[i] = seen[i] != 0 && !are_many(sum[i], squares[i]);
           }
         }
-        if (++stage == M::kStages) {
-          stage = 0;
-          parity ^= 1;
+        bool vote = false;
+        if constexpr (kTerms == 2) {
+          vote = __any_sync(~0u, few[0] || few[1]);
+          if (lane == 0) {
+            rest.votes[group][ballot][half.warp] = vote;
+            barrier_arrive(shared_address(&rest.voted[group]));
+          }
+        }
+        products_wait_but<0>(o);
+        if (held >= 0) release(held);
+        held = stage;
+        if (!__all_sync(~0u, scale[0] == 1.f && scale[1] == 1.f)) {
+#pragma unroll
+          for (int i = 0; i < kNumbers; i++) o[i] *= scale[i / 2 % 2];
+        }
+#pragma unroll
+        for (int i = 0; i < 32; i += 2) p[0][i / 2] = pair<T>(s[i], s[i + 1]);
+        if constexpr (kTerms == 2) {
+          if (vote) {
+#pragma unroll
+            for (int i = 0; i < 32; i += 2)
+              p[1][i / 2] = few[i / 2 % 2] ? second_term(s[i], s[i + 1], p[0][i / 2]) : 0;
+          } else if (second) {
+#pragma unroll
+            for (int i = 0; i < 16; i++) p[1][i] = 0;
+          }
+          second = vote;
         }
       }
-      __syncthreads();
-    }
-    finish();
-
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      bool exists = takes_part[i];
-      int row = exists ? own[i] : 0;
-      int head = tile.kv_head * r.group + (m + 8 * i) % r.group;
-      Running running;
-      running.max = max[i];
-      running.sum = sum[i];
-      float sink = r.sink && exists ? r.sink[head * r.sink_stride] : 0.f;
-      float share = running.share(r.sink != nullptr, sink);
-      T* out = static_cast<T*>(r.out) + (tile.first_row + row) * r.out_row + head * r.out_head;
-      int quarter = lane % 4;
-      bool finite = true;
-#pragma unroll
-      for (int j = 0; j < D / 8; j += 4) {
-        uint32_t x[4], y[4];
-#pragma unroll
-        for (int t = 0; t < 4; t++) {
-          float a = running.finished(o[4 * (j + t) + 2 * i], share);
-          float b = running.finished(o[4 * (j + t) + 2 * i + 1], share);
-          finite = finite && isfinite(o[4 * (j + t) + 2 * i]) && isfinite(o[4 * (j + t) + 2 * i + 1]);
-          x[t] = pair<T>(a, b);
-        }
-#pragma unroll
-        for (int t = 0; t < 4; t++) {
-          int to = quarter ^ t;
-          uint32_t sent = to == 0 ? x[0] : to == 1 ? x[1] : to == 2 ? x[2] : x[3];
-          uint32_t got = __shfl_xor_sync(~0u, sent, t);
-#pragma unroll
-          for (int u = 0; u < 4; u++)
-            if (u == to) y[u] = got;
-        }
-        T* place = out + 8 * (j + quarter);
-        if (exists && (r.aligned & 8)) {
-          *reinterpret_cast<uint4*>(place) = make_uint4(y[0], y[1], y[2], y[3]);
-        } else if (exists) {
-          uint16_t* single = reinterpret_cast<uint16_t*>(place);
-#pragma unroll
-          for (int t = 0; t < 4; t++) {
-            single[2 * t] = static_cast<uint16_t>(y[t]);
-            single[2 * t + 1] = static_cast<uint16_t>(y[t] >> 16);
-          }
-        }
+      if (++stage == M::kStages) {
+        stage = 0;
+        parity ^= 1;
       }
-      if (exists && quarter == 0) r.lse[(tile.first_row + row) * r.lse_row + head * r.lse_head] = running.lse();
-      if (exists && !alone && !finite) atomicOr(reinterpret_cast<unsigned long long*>(&rest.again), 1ull << row);
     }
+    if (group == 0) wait_for_turn(0);
     __syncthreads();
   }
+  finish();
+
+  bool alone = (pass.active & (pass.active - 1)) == 0;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    bool exists = takes_part[i];
+    int row = exists ? own[i] : 0;
+    int head = tile.kv_head * r.group + half.heads[i];
+    Running running;
+    running.max = max[i];
+    running.sum = sum[i];
+    float sink = r.sink && exists ? r.sink[head * r.sink_stride] : 0.f;
+    float share = running.share(r.sink != nullptr, sink);
+    bool empty = max[i] == minus_infinity();
+    float unfinite = 0.f;  // unless every number is finite
+    uint32_t x[D / 8];
+#pragma unroll
+    for (int j = 0; j < D / 8; j++) {
+      float a = o[4 * j + 2 * i], b = o[4 * j + 2 * i + 1];
+      unfinite = __fmaf_rn(a, 0.f, unfinite);
+      unfinite = __fmaf_rn(b, 0.f, unfinite);
+      // As `finished`.
+      x[j] = empty ? 0 : pair<T>(__fmaf_rn(a, share, 0.f), __fmaf_rn(b, share, 0.f));
+    }
+    T* out = static_cast<T*>(r.out) + (tile.first_row + row) * r.out_row + head * r.out_head + 8 * (lane % 4);
+#pragma unroll
+    for (int j = 0; j < D / 8; j += 4) {
+      uint32_t y[4] = {x[j], x[j + 1], x[j + 2], x[j + 3]};
+      transpose(y, lane);
+      T* place = out + 8 * j;
+      if (exists && (r.aligned & 8)) {
+        *reinterpret_cast<uint4*>(place) = make_uint4(y[0], y[1], y[2], y[3]);
+      } else if (exists) {
+        uint16_t* single = reinterpret_cast<uint16_t*>(place);
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+          single[2 * t] = static_cast<uint16_t>(y[t]);
+          single[2 * t + 1] = static_cast<uint16_t>(y[t] >> 16);
+        }
+      }
+    }
+    if (exists && lane % 4 == 0) r.lse[(tile.first_row + row) * r.lse_row + head * r.lse_head] = running.lse();
+    if (!kRepeats && exists && (farthest[i] > kLarge || (!alone && unfinite != 0.f)))
+      atomicOr(reinterpret_cast<unsigned long long*>(&rest.again), 1ull << row);
+  }
+  __syncthreads();
 }
 
 template <typename T, int D>
@@ -598,13 +626,15 @@ __device__ void run(const Request& r) {
   int group = __shfl_sync(~0u, tid / 128, 0), warp = __shfl_sync(~0u, tid / 32 % 4, 0);
   Tile tile(r);
 
-  // Queries, of row / group and head % group.
+  // Queries, of row / group and head % group. Quotients of numbers below 64 by those up to 64:
+  uint32_t inverse = 65536u / r.group + 1;
+  auto by_group = [&](int m) { return static_cast<int>(m * inverse >> 16); };
   const uint16_t* queries =
       static_cast<const uint16_t*>(r.q) + tile.first_row * r.q_row + tile.kv_head * r.group * r.q_head;
   for (int i = tid; i < 2 * 64 * 8; i += kThreads) {
     int which = i / 512, m = i / 8 % 64, piece = i % 8;
-    int row = which * tile.half + m / r.group, head = m % r.group;
-    bool exists = m / r.group < tile.half && row < tile.rows;
+    int within = by_group(m), row = which * tile.half + within, head = m - within * r.group;
+    bool exists = within < tile.half && row < tile.rows;
     const uint16_t* from = exists ? queries + row * r.q_row + head * r.q_head + piece * 8 : queries;
     fetch<M::kTiles>(base + which * M::kTiles * kTile + m * 128 + ((piece ^ (m & 7)) << 4), from, exists,
                      r.aligned & 1);
@@ -630,7 +660,29 @@ __device__ void run(const Request& r) {
 
   if (group < 2) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    attend<T, D>(r, base, rest, tile, group, warp, lane);
+    Half half;
+    half.group = group;
+    half.warp = warp;
+    half.lane = lane;
+    half.m = warp * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      int m = half.m + 8 * i, within = by_group(m), row = group * tile.half + within;
+      half.own[i] = within < tile.half && row < tile.rows ? row : -1;
+      half.heads[i] = m - within * r.group;
+    }
+    half.stage = 0;
+    half.parity = half.ballot = 0;
+    for (;;) {
+      Pass pass(r, rest);
+      if (pass.active == 0) break;
+      if (pass.repeats)
+        attend<T, D, true>(r, base, rest, tile, pass, half);
+      else
+        attend<T, D, false>(r, base, rest, tile, pass, half);
+    }
+    // The queries may be on their way still.
+    asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     gather<T, D>(r, base, rest, tile, warp, lane);

@@ -6,8 +6,8 @@
 //    a softmax of its own: greatest score, sum, and values weighed relative to the greatest. Segments
 //    are then merged in their order.
 // 3. With many units a block takes all segments of a unit, merging as it goes. With few, every segment
-//    has a block of its own, which leaves its part in memory, and `sparse_merge` merges them. The
-//    arithmetic is the same, so a row gives the same bits in any batch.
+//    has a block of its own, or a cluster (sm90_sparse_latent_few.cuh), which leaves its part in memory,
+//    and `sparse_merge` merges them. The arithmetic is the same, so a row gives the same bits in any batch.
 //
 // Scores are kept times log2(e): exponentials are powers of two.
 
@@ -164,6 +164,12 @@ struct Running {
     return max == minus_infinity() ? 0.f : __fmaf_rn(run, share, 0.f);
   }
 };
+
+// A quotient of numbers that are not negative. Most are of 32 bits, and many divisors 1.
+__device__ inline int64_t quotient(int64_t a, int64_t b) {
+  if (b == 1) return a;
+  return ((a | b) >> 32) == 0 ? static_cast<int64_t>(uint32_t(a) / uint32_t(b)) : a / b;
+}
 
 // A unit of work.
 struct Unit {

@@ -190,6 +190,11 @@ pub(crate) const SPARSE_LATENT: [Module; 2] = [
     module!(SM90_F16_SPARSE_LATENT),
     module!(SM90_BF16_SPARSE_LATENT),
 ];
+/// The same of few rows, F16 and BF16.
+pub(crate) const SPARSE_LATENT_FEW: [Module; 2] = [
+    module!(SM90_F16_SPARSE_LATENT_FEW),
+    module!(SM90_BF16_SPARSE_LATENT_FEW),
+];
 /// Attention over blocks of keys, F16 and BF16.
 pub(crate) const SPARSE_TILE: [Module; 2] = [
     module!(SM90_F16_SPARSE_TILE),
@@ -235,7 +240,8 @@ impl Family {
 
 /// A form that kernels are compiled in. Results do not depend on it, but for the rounding of scores of an
 /// indexer and of attention, which is that of the tensor cores' instructions: a device takes the same for
-/// all calls.
+/// all calls. Latent attention has a form of clusters, too, which gives the bits of its other form: with
+/// `Sm90` it takes them wherever it can, and with the others never.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// One small block a row, several on a multiprocessor, on any device of compute capability 8.0 or
@@ -274,6 +280,12 @@ pub fn with_form<R>(form: Form, f: impl FnOnce() -> R) -> R {
 /// Whether this thread launches no kernels of clusters.
 pub(crate) fn forced_sm80() -> bool {
     FORCED.get() == Some(Form::Sm80)
+}
+
+/// Whether this thread launches kernels of clusters wherever there are any, or nowhere; `None`: where
+/// they are faster.
+pub(crate) fn forced_clusters() -> Option<bool> {
+    FORCED.get().map(|form| form == Form::Sm90)
 }
 
 pub(crate) fn runs_sm90(device: &CudaDevice) -> Result<bool> {
@@ -431,7 +443,7 @@ impl Kernel {
     }
 
     /// How many clusters of so many blocks run at once, with as much shared memory as a block may have.
-    fn clusters(&self, blocks: u32, threads: u32) -> Result<usize> {
+    pub fn clusters(&self, blocks: u32, threads: u32) -> Result<usize> {
         self.stream.context().bind_to_thread().w()?;
         let shared_bytes = self
             .function

@@ -3,17 +3,19 @@
 use super::super::super::buffers::Workspace;
 use super::super::super::parts::Part;
 use super::super::super::sparse::{Attend, Source};
-use super::plan::{self, Kind, Plan, Props};
+use super::plan::{self, Few, Kind, Plan, Props};
 use crate::buffer::Buffer;
 use crate::cuda::{
-    arg, forced_sm80, of_dtype, of_half, runs_sm90, Addresses, Kernel, Teams, SPARSE,
-    SPARSE_LATENT, SPARSE_TILE, SPARSE_WIDE,
+    arg, forced_clusters, forced_sm80, of_dtype, of_half, runs_sm90, Addresses, Kernel, Teams,
+    SPARSE, SPARSE_LATENT, SPARSE_LATENT_FEW, SPARSE_TILE, SPARSE_WIDE,
 };
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DeviceRepr};
 use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
 use candle_core::{bail, CudaDevice, CudaStorage, DType, Layout, Result};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
 
 const OP: &str = "sparse_attention";
 
@@ -106,7 +108,33 @@ fn props(device: &CudaDevice) -> Result<Props> {
             Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
         )?,
         sm90: runs_sm90(device)? && !forced_sm80(),
+        clusters: 0,
     })
+}
+
+/// How many clusters of the form for few rows run at once, asked of the driver once.
+fn clusters(device: &CudaDevice, dtype: DType) -> Result<usize> {
+    static KNOWN: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
+    let stream = device.cuda_stream();
+    let ordinal = stream.context().ordinal();
+    let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    // Every form is loaded by the first call: none may be while a later one is captured.
+    let kernel = few(device, dtype, 576)?;
+    few(device, dtype, 512)?;
+    if let Some(&most) = known().get(&ordinal) {
+        return Ok(most);
+    }
+    let most = kernel.clusters(Few::BLOCKS as u32, Few::THREADS as u32)?;
+    known().insert(ordinal, most);
+    Ok(most)
+}
+
+fn few(device: &CudaDevice, dtype: DType, key_dim: usize) -> Result<Kernel> {
+    let name = match key_dim {
+        512 => "sparse_latent_few_512",
+        _ => "sparse_latent_few_576",
+    };
+    of_half(&SPARSE_LATENT_FEW, dtype).kernel(device, name, Few::SHARED_BYTES as u32)
 }
 
 /// Floats of the workspace.
@@ -153,6 +181,7 @@ pub(crate) fn preload(device: &CudaDevice, dtype: DType) -> Result<()> {
         if runs_sm90(device)? {
             kinds.extend([Kind::Latent(512), Kind::Latent(576)]);
             kinds.extend([Kind::Tile(64), Kind::Tile(128)]);
+            clusters(device, dtype)?;
         }
     }
     for kind in kinds {
@@ -215,23 +244,36 @@ struct Memory<'a> {
 }
 
 fn planned(request: &Attend<CudaStorage>) -> Result<(Plan, Props)> {
-    let props = props(request.q.storage.device())?;
-    let half = request.q.storage.dtype() != DType::F32;
+    let device = request.q.storage.device();
+    let dtype = request.q.storage.dtype();
+    let mut props = props(device)?;
+    let half = dtype != DType::F32;
     let places = &request.located.places;
     let rows_each = match request.located.row_sequences {
         Some(_) => 0,
         None => places.rows_each,
     };
     let values_of_keys = request.values.is_none();
-    let plan = plan::plan(
-        &request.dims,
-        half,
-        values_of_keys,
-        request.scale,
-        rows_each,
-        &props,
-    );
-    Ok((plan, props))
+    let plan = |props: &Props| {
+        plan::plan(
+            &request.dims,
+            half,
+            values_of_keys,
+            request.scale,
+            rows_each,
+            props,
+        )
+    };
+    let mut planned = plan(&props);
+    if matches!(planned.kind, Kind::Latent(_)) {
+        props.clusters = match (clusters(device, dtype)?, forced_clusters()) {
+            (0, _) | (_, Some(false)) => 0,
+            (_, Some(true)) => usize::MAX,
+            (most, None) => most,
+        };
+        planned = plan(&props);
+    }
+    Ok((planned, props))
 }
 
 fn launch(request: &Attend<CudaStorage>, plan: &Plan, props: &Props, memory: Memory) -> Result<()> {
@@ -241,7 +283,10 @@ fn launch(request: &Attend<CudaStorage>, plan: &Plan, props: &Props, memory: Mem
     }
     let device = request.q.storage.device();
     let dtype = request.q.storage.dtype();
-    let kernel = kernel(device, dtype, plan.kind)?;
+    let kernel = match plan.few {
+        true => few(device, dtype, dims.key_dim)?,
+        false => kernel(device, dtype, plan.kind)?,
+    };
     let merge = match plan.split {
         true => Some(merging(device, dtype)?),
         false => None,
@@ -369,11 +414,19 @@ fn launch(request: &Attend<CudaStorage>, plan: &Plan, props: &Props, memory: Mem
         asked.first_unit = first as i64;
         asked.units = units as i32;
         let jobs = units * if plan.split { plan.segments } else { 1 };
-        let teams = Teams {
-            rows: plan.walkers.map_or(jobs, |walkers| jobs.min(walkers)) as u32,
-            blocks: 1,
-            threads: plan.kind.threads() as u32,
-            shared_bytes: plan.kind.shared_bytes() as u32,
+        let teams = match plan.few {
+            true => Teams {
+                rows: jobs as u32,
+                blocks: Few::BLOCKS as u32,
+                threads: Few::THREADS as u32,
+                shared_bytes: Few::SHARED_BYTES as u32,
+            },
+            false => Teams {
+                rows: plan.walkers.map_or(jobs, |walkers| jobs.min(walkers)) as u32,
+                blocks: 1,
+                threads: plan.kind.threads() as u32,
+                shared_bytes: plan.kind.shared_bytes() as u32,
+            },
         };
         // SAFETY: `Checked` has held the shapes against each other, so every row, list, bound and
         // output that the kernel derives from a unit lies in its tensor; keys are read only at

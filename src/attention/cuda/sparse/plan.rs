@@ -2,7 +2,7 @@
 //!
 //! What a row's bits depend on, which is the kernel and the length of a segment, follows from the
 //! sizes of a row alone. How many rows there are decides only whether the segments of a unit have a
-//! block each or share one.
+//! block each, or a cluster, or share a block.
 
 use super::super::super::sparse::Dims;
 
@@ -16,6 +16,20 @@ pub(super) struct Props {
     pub shared_per_multiprocessor: usize,
     /// Whether kernels for compute capability 9.0 run.
     pub sm90: bool,
+    /// How many clusters of [`Few::BLOCKS`] blocks a launch may have: those that run at once.
+    pub clusters: usize,
+}
+
+/// The form of [`Kind::Latent`] for few rows: a segment by a cluster. It gives the same bits.
+pub(super) struct Few;
+
+impl Few {
+    pub const BLOCKS: usize = 8;
+    pub const THREADS: usize = 256;
+    /// Keys of a segment: each block has 64.
+    const SEGMENT: usize = 64 * Self::BLOCKS;
+    /// Dynamic shared memory of a block: `kBytes` of `kernels/attention/sm90_sparse_latent_few.cuh`.
+    pub const SHARED_BYTES: usize = 26 * 8192 + 6272 + 1024;
 }
 
 /// A kernel.
@@ -111,8 +125,10 @@ pub(super) struct Plan {
     /// Keys of a segment.
     pub segment: usize,
     pub segments: usize,
-    /// Whether every segment has a block of its own.
+    /// Whether every segment has a block of its own, or a cluster.
     pub split: bool,
+    /// Whether it is a cluster.
+    pub few: bool,
     /// Units of all rows, and of a launch.
     pub units: usize,
     pub units_per_launch: usize,
@@ -224,11 +240,15 @@ pub(super) fn plan(
     let together = units.div_ceil(blocks) * segments;
     let apart = (units * segments).div_ceil(blocks) + 1;
     // What is apart is written and read once more.
+    let latent = matches!(kind, Kind::Latent(_));
+    let few = latent
+        && segment == Few::SEGMENT
+        && Few::SHARED_BYTES <= props.shared_per_block
+        && units.saturating_mul(segments) <= props.clusters;
     let split = !matches!(kind, Kind::Tile(_))
         && segments > 1
-        && 8 * apart < 7 * together
+        && (few || 8 * apart < 7 * together)
         && segments <= parts;
-    let latent = matches!(kind, Kind::Latent(_));
     let (units_per_launch, used) = if split {
         let units = units.min(parts / segments);
         (units, units * segments)
@@ -238,7 +258,7 @@ pub(super) fn plan(
         } else {
             0
         };
-        (units.min(GRID), used)
+        (units.min(GRID / Few::BLOCKS), used)
     };
     Plan {
         kind,
@@ -250,9 +270,10 @@ pub(super) fn plan(
         segment,
         segments,
         split,
+        few,
         units,
         units_per_launch,
-        walkers: latent.then_some(props.multiprocessors),
+        walkers: (latent && !few).then_some(props.multiprocessors),
         tile_rows,
         part_floats: used * part,
     }
@@ -267,6 +288,7 @@ mod tests {
         shared_per_block: 232_448,
         shared_per_multiprocessor: 233_472,
         sm90: true,
+        clusters: 14,
     };
     /// The least that a device of compute capability 8.0 or later has.
     const SMALL: Props = Props {
@@ -274,6 +296,7 @@ mod tests {
         shared_per_block: 101_376,
         shared_per_multiprocessor: 102_400,
         sm90: false,
+        clusters: 0,
     };
 
     fn dims(rows: usize, heads: [usize; 2], dim: [usize; 2], width: usize, block: usize) -> Dims {
@@ -430,6 +453,8 @@ mod tests {
         };
         assert!(latent(1).split && latent(32).split);
         assert!(!latent(64).split && !latent(4096).split);
+        assert!(latent(1).few && latent(1).walkers.is_none());
+        assert!(!latent(2).few && !latent(4096).few);
         let tile = |rows, each| {
             plan(
                 &dims(rows, [32, 8], [128, 128], 32, 64),
@@ -444,5 +469,52 @@ mod tests {
         assert_eq!(tile(64, 0).tile_rows, 4);
         assert_eq!(tile(4096, 0).tile_rows, 32);
         assert_eq!(tile(4096, 2).tile_rows, 2);
+    }
+
+    /// Clusters have segments of one length, and no more of them than run at once, unless they are forced.
+    #[test]
+    fn clusters() {
+        let of = |rows, heads, width, block, clusters| {
+            let dims = dims(rows, [heads, 1], [576, 512], width, block);
+            plan(&dims, true, true, 0.1, 0, &Props { clusters, ..H200 })
+        };
+        for (rows, heads, width, block, few, split) in [
+            (1, 128, 2048, 1, true, true),
+            (1, 128, 512, 1, true, false),
+            (1, 128, 1, 1, true, false),
+            (3, 128, 700, 1, true, true),
+            (7, 128, 500, 1, true, false),
+            (8, 128, 500, 1, false, false),
+            (1, 64, 7168, 1, true, true),
+            (1, 64, 7169, 1, false, true),
+            (1, 64, 32, 64, true, true),
+            (1, 128, 1 << 20, 1, false, true),
+            (4096, 128, 2048, 1, false, false),
+        ] {
+            let plan = of(rows, heads, width, block, 14);
+            assert_eq!(
+                (plan.few, plan.split),
+                (few, split),
+                "{rows} rows of {width}"
+            );
+            let plain = of(rows, heads, width, block, 0);
+            assert!(!plain.few);
+            let forced = of(rows, heads, width, block, usize::MAX);
+            assert_eq!(forced.few, width <= 32 * Few::SEGMENT);
+            for plan in [&plain, &forced] {
+                assert_eq!(
+                    (plan.kind, plan.segment, plan.segments),
+                    (forced.kind, forced.segment, forced.segments)
+                );
+                assert!(plan.part_floats <= workspace_floats(H200.multiprocessors));
+            }
+            assert_eq!(
+                forced.split,
+                forced.segments > 1 && (forced.few || plain.split)
+            );
+            let jobs = forced.units_per_launch * if forced.split { forced.segments } else { 1 };
+            assert!(jobs * Few::BLOCKS <= 1 << 30);
+        }
+        assert!(!of(1, 32, 2048, 1, usize::MAX).few);
     }
 }
