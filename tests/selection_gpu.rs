@@ -42,7 +42,7 @@ fn forced(mapping: Mapping) -> Overrides {
     }
 }
 
-const MAPPINGS: [Mapping; 13] = [
+const MAPPINGS: [Mapping; 14] = [
     Mapping::Block,
     Mapping::RowLocal,
     Mapping::Split(2),
@@ -52,6 +52,7 @@ const MAPPINGS: [Mapping; 13] = [
     Mapping::Cluster(4),
     Mapping::Cluster(8),
     Mapping::Cluster(16),
+    Mapping::Exact(1),
     Mapping::Exact(2),
     Mapping::Exact(4),
     Mapping::Exact(8),
@@ -63,7 +64,9 @@ const MAPPINGS: [Mapping; 13] = [
 fn laws() -> Result<()> {
     let (device, _guard) = gpu()?;
     for n in [9, 5000, 16_384, 40_001] {
-        for mapping in MAPPINGS {
+        // One block holds no longer ones.
+        let fits = |mapping: &Mapping| *mapping != Mapping::Exact(1) || n <= 16_384;
+        for mapping in MAPPINGS.into_iter().filter(fits) {
             cases::laws::<f32>(n, &[7, 2048], forced(mapping), &device)?;
         }
         in_each_dtype!(laws, n, &[1, 64, 512, 4096], Overrides::default(), &device)?;
@@ -100,7 +103,11 @@ fn long_rows() -> Result<()> {
             Law::Ascending,
             Law::Special,
         ] {
-            let n = (1 << 20) + 3;
+            // A cluster holds no longer ones.
+            let n = match mapping {
+                Mapping::Exact(_) => 500_003,
+                _ => (1 << 20) + 3,
+            };
             let batch = Batch::new(law, n, vec![(0, n as i64), (1, n as i64 - 1)], &mut rng);
             let top = TopK::new(2048)?
                 .order(Order::ByValue)
@@ -397,21 +404,22 @@ fn routes_of_held_rows() -> Result<()> {
     Ok(())
 }
 
-/// 2^20 ties at rank K, and a few above.
+/// 2^20 ties at rank K, and a few above; half as many in rows that a cluster holds.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn a_million_ties() -> Result<()> {
     let (device, _guard) = gpu()?;
-    let n = (1 << 20) + 5000;
-    let mut row = vec![1.0f32; n];
-    for i in 0..2000 {
-        row[n - 1 - 31 * i] = 2.0 + (i % 7) as f32;
-        row[17 * i] = 0.5;
-    }
-    let batch = Batch {
-        rows: vec![row.clone(), row],
-        bounds: vec![(0, n as i64), (12_345, n as i64 - 77)],
-        n,
+    let batch = |n: usize| {
+        let mut row = vec![1.0f32; n];
+        for i in 0..2000 {
+            row[n - 1 - 31 * i] = 2.0 + (i % 7) as f32;
+            row[17 * i] = 0.5;
+        }
+        Batch {
+            rows: vec![row.clone(), row],
+            bounds: vec![(0, n as i64), (12_345, n as i64 - 77)],
+            n,
+        }
     };
     for mapping in [
         Mapping::Block,
@@ -419,6 +427,11 @@ fn a_million_ties() -> Result<()> {
         Mapping::Cluster(16),
         Mapping::Exact(16),
     ] {
+        let batch = batch(match mapping {
+            Mapping::Exact(_) => (1 << 19) + 5000,
+            _ => (1 << 20) + 5000,
+        });
+        let n = batch.n;
         let top = TopK::new(2048)?
             .order(Order::ByValue)
             .with_overrides(forced(mapping));

@@ -3,6 +3,10 @@
 #pragma once
 #include <cstdint>
 
+#ifdef CANDLE_TOPK_EMULATOR
+#include <emulator/pipeline.hpp>
+#else
+
 // The address of an object in shared memory.
 __device__ __forceinline__ uint32_t shared_address(const void* object) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(object));
@@ -12,6 +16,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* object) {
 __device__ __forceinline__ void copy_16(uint32_t to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// A vector, to the block's shared memory.
+__device__ __forceinline__ void copy_16(uint4* to, const uint4* from) { copy_16(shared_address(to), from, 16); }
 // 4 bytes, likewise.
 __device__ __forceinline__ void copy_4(uint32_t to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
@@ -80,4 +86,6 @@ __device__ __forceinline__ void prefetch(const TensorMap& tensor) {
 }
 // Between accesses to shared memory by threads and those by tensor cores.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#endif
+
 #endif

@@ -52,6 +52,15 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return y;
 }
 
+// The sign bit where x is above `below`, which is a number: of their difference, as no NaN has it.
+__device__ __forceinline__ unsigned sign_above(float below, float x) { return __float_as_uint(__fsub_rn(below, x)); }
+// The same of two, in each half.
+template <class Pair>
+__device__ __forceinline__ unsigned signs_above(Pair below, Pair x) {
+  const Pair difference = __hsub2(below, x);
+  return *reinterpret_cast<const unsigned*>(&difference);
+}
+
 // 2^x within 2 units in the last place.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

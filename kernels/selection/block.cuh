@@ -7,10 +7,10 @@
 template <class T, bool kAlone>
 __device__ void select_block(const Request& request) {
   const long long row = blockIdx.x;
+  const long long raw_start = request.start.raw(row, 0), raw_end = request.end.raw(row, request.width);
   Opening<T, kAlone> opening(request, row, 0);
-  const int start = request.start.of(row, request.width, 0);
-  const int end = request.end.of(row, request.width, request.width);
   begin();
+  const int start = Bound::inside(raw_start, request.width), end = Bound::inside(raw_end, request.width);
   const Selector<T> selector(request, row, start, end, 1);
   if (is_trivial(request, selector.scores.length)) return selector.put_all();
   if (selector.fits()) return selector.apart().select_fitting();

@@ -155,9 +155,8 @@ __device__ void select_cluster(const Request& request) {
   const auto cluster = cooperative_groups::this_cluster();
   const unsigned rank = cluster.block_rank(), blocks = cluster.num_blocks();
   const long long row = blockIdx.x >> log_of(blocks);
+  const long long raw_start = request.start.raw(row, 0), raw_end = request.end.raw(row, request.width);
   Opening<T, true> opening(request, row, rank);
-  const int start = request.start.of(row, request.width, 0);
-  const int end = request.end.of(row, request.width, request.width);
   if (threadIdx.x == 0) {
     collected.open(blocks), told.open();
     told.expect(sizeof(enough));
@@ -165,6 +164,7 @@ __device__ void select_cluster(const Request& request) {
   begin();
   // Before its first word to another a member knows that all have begun.
   cluster_arrive_relaxed();
+  const int start = Bound::inside(raw_start, request.width), end = Bound::inside(raw_end, request.width);
   const Selector<T> selector(request, row, start, end, 2);
   if (is_trivial(request, selector.scores.length)) {
     if (rank == 0) selector.put_all();

@@ -62,6 +62,12 @@ struct Span {
     memcpy(&v, &raw, sizeof(v));
     return v;
   }
+  static __device__ __forceinline__ Vector<T> none() {
+    Vector<T> v;
+#pragma unroll
+    for (int w = 0; w < kWidth; w++) v.at[w] = from_bits<T>(Bits<T>::kNan);
+    return v;
+  }
   // A vector that sticks out: NaN where it does. `loaded`: what is inside is there. Out of the way of those that
   // don't.
   __device__ __noinline__ static Vector<T> clip(Vector<T> v, const Span span, int j, bool loaded) {

@@ -10,8 +10,8 @@
 //     top, the histogram is cut; the secondary one deeper. Within its bin a cutoff is interpolated:
 //     it decides how much is collected, never what is selected.
 //  2. Collection (4.3). One pass over the row appends what reaches the cutoff to a list in shared
-//     memory. Vectors that hold any are few: each warp queues these, and takes scores from as many as it
-//     has lanes at a time. The list's length certifies the row: K or more hold the K best.
+//     memory. What does is few: each warp queues it, or the vectors that hold any, and appends as much as
+//     it has lanes at a time. The list's length certifies the row: K or more hold the K best.
 //  3. Refinement (4.4). The candidates, in registers, fill the leading histogram: bins of a few
 //     each, of a width that the sample suggests. It says in which bin the K-th lies; the few in it
 //     are ranked by comparing all pairs. Where they are many, a histogram over the range of ranks that
@@ -50,8 +50,12 @@
 //   the request and the selector out of local memory; queues        91       11.6        7.5
 //   rows held by a cluster; short ones with fewer instructions      91       10.4        7.0
 //
-// Held rows: 32K scores of one block take 4.9 us to count, an atomic of shared memory being nine cycles a warp
-// whether or not its lanes meet; to count only what a guess of the cutoff leaves took longer, lane by lane.
+// Of rows by a block alone (128 x 128K, us): a queue of vectors 32.1; with four or eight vectors of a thread more on their
+// way to shared memory 30.4 and 32.3, as what puts them there and takes them away costs instructions; a queue of positions
+// 29.3.
+//
+// Held rows: counting takes four cycles of a multiprocessor for each warp's atomic to shared memory, whether all its lanes
+// count or few.
 //
 // A warp's integer and comparing instructions take two cycles each, so what every warp does costs the time of
 // all: what is to be said once is looked at by the one warp that has it.
@@ -59,6 +63,7 @@
 
 #include <math_constants.h>
 #include <string.h>
+#include <type_traits>
 
 #include "../common/block.cuh"
 #include "../common/order.cuh"
@@ -159,12 +164,13 @@ __device__ __forceinline__ State& state() {
   return of_block;
 }
 
-// Dynamic shared memory: `shared_bytes` in src/selection/plan.rs. Two histograms, or the warps' queues; the
-// numbers of what is in these; candidates from kLists on, and behind them the order of the selected.
-constexpr int kQueue = 64;  // vectors of a warp
-constexpr int kNumbers = 2 * kBins * sizeof(unsigned);
-static_assert(kWarps * kQueue * sizeof(uint4) == kNumbers, "queues in the place of histograms");
-constexpr int kLists = kNumbers + kWarps * kQueue * sizeof(int);
+// Dynamic shared memory: `shared_bytes` in src/selection/plan.rs. Two histograms, or the warps' queues, of vectors and their
+// numbers from kNumbers on, or of positions; candidates from kLists on, and behind them the order of the selected.
+constexpr int kVectors = 64;     // of a warp's queue
+constexpr int kPositions = 320;  // or so many: what it had, and of all lanes eight
+constexpr int kNumbers = kWarps * kVectors * sizeof(uint4);
+constexpr int kLists = kNumbers + kWarps * kVectors * sizeof(int);
+static_assert(kLists >= 2 * kBins * sizeof(unsigned) && kLists >= kWarps * kPositions * sizeof(int), "in one place");
 __device__ __forceinline__ unsigned* histogram() { return reinterpret_cast<unsigned*>(dynamic); }
 __device__ __forceinline__ unsigned* buckets() { return histogram() + kBins; }
 
@@ -486,6 +492,34 @@ __device__ __forceinline__ u64 pick_rank(const u64* ranks, int i, int n) {
   return rank;
 }
 
+// Appending what reaches the cutoff of those of n > 0 vectors that a warp has: its first, each `step` after the one
+// before, from the one with number `turn` on, around the row's end. Few scores do, so a warp queues these, and appends as
+// many as it has lanes at a time. Ends early once the list is over-full.
+template <class T>
+struct Pass {
+  static constexpr int kWidth = Vector<T>::kWidth;
+  const uint4* data;
+  const T* row;  // at column 0
+  int n, step, turn;
+  int column;  // of the first vector
+  float cut;
+  unsigned capacity;
+
+  __device__ __forceinline__ int turned(int j) const { return (int)min((unsigned)(j + turn), (unsigned)(j + turn - n)); }
+  __device__ __forceinline__ void load(int j, Vector<T> (&v)[kDepth]) const {
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+      // Not by way of L1, which has no use for it. Beyond the end it is the last vector, over and over: cheaper to load
+      // than not to.
+      const uint4 raw = __ldcg(data + turned(min(j + d * step, n - 1)));
+      memcpy(&v[d], &raw, sizeof(raw));
+    }
+  }
+};
+
+// ---- By a queue of vectors that hold any. Where two blocks share a multiprocessor, what one waits for the other hides, and
+// nothing is to be read twice: 512 rows of 128K take 93 us by this, and 97 by positions.
+
 // Whether the greatest of a vector, NaN aside, reaches the cutoff.
 __device__ __forceinline__ bool reaches(const Vector<float>& v, float cut) {
   return fmaxf(fmaxf(v.at[0], v.at[1]), fmaxf(v.at[2], v.at[3])) >= cut;
@@ -503,15 +537,15 @@ __device__ __forceinline__ bool reaches(const Vector<__nv_bfloat16>& v, float cu
 }
 
 // A warp's queue.
-__device__ __forceinline__ uint4* queued_vectors() { return dynamic + threadIdx.x / 32 * kQueue; }
+__device__ __forceinline__ uint4* queued_vectors() { return dynamic + threadIdx.x / 32 * kVectors; }
 __device__ __forceinline__ int* queued_numbers() {
-  return reinterpret_cast<int*>(reinterpret_cast<char*>(dynamic) + kNumbers) + threadIdx.x / 32 * kQueue;
+  return reinterpret_cast<int*>(reinterpret_cast<char*>(dynamic) + kNumbers) + threadIdx.x / 32 * kVectors;
 }
 
 // Appends what reaches the cutoff of up to 32 queued vectors, one a lane. Whether there was room. Not inlined:
 // with registers of its own, and once in the code.
 template <class T>
-__device__ __noinline__ bool append_queued(int from, int n, float cut, int column, unsigned capacity) {
+__device__ __noinline__ bool append_vectors(int from, int n, float cut, int column, unsigned capacity) {
   constexpr int kWidth = Vector<T>::kWidth;
   const int lane = threadIdx.x % 32;
   __syncwarp();
@@ -538,27 +572,10 @@ __device__ __noinline__ bool append_queued(int from, int n, float cut, int colum
   return true;
 }
 
-// Appends what reaches the cutoff of those of n > 0 vectors that a warp has: its first, each `step` after the
-// one before, from the one with number `turn` on, around the row's end. Few vectors have any, so a warp queues
-// these, and looks at as many as it has lanes at a time. Ends early once the list is over-full.
 template <class T>
-struct Stream {
-  static constexpr int kWidth = Vector<T>::kWidth;
-  const uint4* data;
-  int n, step, turn;
-  int column;  // of the first vector
-  float cut;
-  unsigned capacity;
-
-  __device__ __forceinline__ int turned(int j) const { return (int)min((unsigned)(j + turn), (unsigned)(j + turn - n)); }
-  __device__ __forceinline__ void load(int j, Vector<T> (&v)[kDepth]) const {
-#pragma unroll
-    for (int d = 0; d < kDepth; d++) {
-      // Not by way of L1, which has no use for it.
-      const uint4 raw = __ldcg(data + turned(min(j + d * step, n - 1)));
-      memcpy(&v[d], &raw, sizeof(raw));
-    }
-  }
+struct VectorStream : Pass<T> {
+  using Pass<T>::kWidth, Pass<T>::n, Pass<T>::step, Pass<T>::column, Pass<T>::cut, Pass<T>::capacity;
+  using Pass<T>::turned, Pass<T>::load;
 
   // Queues; whether there was room in the list.
   __device__ __forceinline__ bool look_at(const Vector<T> (&v)[kDepth], int j, int* queued) const {
@@ -576,7 +593,7 @@ struct Stream {
         *queued += __popc(vote);
         if (*queued >= 32) {
           *queued -= 32;
-          if (!append_queued<T>(*queued, 32, cut, column, capacity)) return false;
+          if (!append_vectors<T>(*queued, 32, cut, column, capacity)) return false;
         }
       }
     }
@@ -601,13 +618,171 @@ struct Stream {
       if (j - lane >= n) break;
       load(j + kDepth * step, next);
     }
-    if (queued) append_queued<T>(0, queued, cut, column, capacity);
+    if (queued) append_vectors<T>(0, queued, cut, column, capacity);
+  }
+};
+
+// ---- By a queue of positions. Of each score it takes two instructions, of one cycle and of two; what is found is read
+// again, from nearby. A block alone on its multiprocessor, with half the warps, is kept busy by the instructions of the
+// other kind: 128 rows of 256K take 49 us by that, and 45 by this.
+
+// The greatest number of the dtype below the cutoff: what is above it reaches the cutoff. Of 0 both zeros do.
+template <class T>
+__device__ __forceinline__ T below_of(float cut) {
+  unsigned bits;
+  if constexpr (sizeof(T) == 4) {
+    bits = __float_as_uint(value_of(key_of(cut) - (cut == 0.0f ? 2 : 1)));
+  } else {
+    // Toward 0, or to the nearest: if that is too much, one less will do.
+    T near;
+    if constexpr (std::is_same<T, __half>::value) near = __float2half_rn(cut);
+    else near = from_bits<T>(__float_as_uint(cut) >> 16);
+    unsigned short half;
+    memcpy(&half, &near, sizeof(half));
+    bits = half;
+    if (widen(near) >= cut) bits = (bits & 0x7fff) == 0 ? 0x8001 : bits & 0x8000 ? bits + 1 : bits - 1;
+  }
+  return from_bits<T>(bits);
+}
+
+// Which of a thread's vectors are above: of what a word has bits for.
+template <class T>
+struct Hits {
+  static constexpr int kWidth = Vector<T>::kWidth;
+  static constexpr int kTiles = sizeof(T) == 4 ? 2 : 1;  // in a word
+  unsigned word = 0;
+
+  // The next tile's: one instruction that takes two cycles a score, or a pair of them.
+  __device__ __forceinline__ void look_at(const Vector<T> (&v)[kDepth], T below) {
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+      if constexpr (sizeof(T) == 4) {
+#pragma unroll
+        for (int w = 0; w < kWidth; w++) word = __funnelshift_l(sign_above(below, v[d].at[w]), word, 1);
+      } else {
+        typedef decltype(pair(T(), T())) Pair;
+        Pair pairs[kWidth / 2];
+        memcpy(pairs, &v[d], sizeof(pairs));
+#pragma unroll
+        for (int w = 0; w < kWidth / 2; w++) {
+          word = word >> 1 | (signs_above(pair(below, below), pairs[w]) & 0x80008000u);
+        }
+      }
+    }
+  }
+  // The score of a bit: the number of its vector, of those of the word's tiles, and the place in it.
+  static __device__ __forceinline__ int number_of(int bit) {
+    return sizeof(T) == 4 ? 31 - bit : bit % 16 * 2 + bit / 16;
+  }
+  // Takes away those of all but the first n > 0 vectors.
+  __device__ __forceinline__ void only(int n) {
+    if constexpr (sizeof(T) == 4) word &= ~0u << (32 - 4 * n);
+    else word &= 0x00010001u * ((1u << 4 * n) - 1);
+  }
+};
+
+// A warp's queue: positions of scores that reach the cutoff. In the place of histograms, and behind them.
+__device__ __forceinline__ int* queue() { return reinterpret_cast<int*>(dynamic) + threadIdx.x / 32 * kPositions; }
+
+// Appends so many of the queue, at most kAtOnce a lane: they are near by still, and are asked for together. Not inlined: with
+// registers of its own, and once in the code. False where there is no room.
+constexpr int kAtOnce = 4;
+template <class T>
+__device__ __noinline__ bool append_positions(const T* row, int from, int n, unsigned capacity) {
+  const int lane = threadIdx.x % 32;
+  __syncwarp();
+  int columns[kAtOnce];
+  T scores[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; i++) {
+    if (i * 32 + lane < n) columns[i] = queue()[from + i * 32 + lane], scores[i] = __ldcg(row + columns[i]);
+  }
+  unsigned at = 0;
+  if (lane == 0) at = shared_add(&state().count, n);
+  at = __shfl_sync(~0u, at, 0);
+  if (at + n > capacity) return false;
+#pragma unroll
+  for (int i = 0; i < kAtOnce; i++) {
+    if (i * 32 + lane < n) own_list()[at + i * 32 + lane] = rank_of(key_of_number(widen(scores[i])), columns[i]);
+  }
+  __syncwarp();
+  return true;
+}
+
+template <class T>
+struct PositionStream : Pass<T> {
+  using Pass<T>::kWidth, Pass<T>::row, Pass<T>::n, Pass<T>::step, Pass<T>::column, Pass<T>::capacity;
+  using Pass<T>::turned, Pass<T>::load;
+
+  // Queues and appends the hits of this lane, of the tiles from vector j on; whether there was room in the list.
+  __device__ __forceinline__ bool take(Hits<T> hits, int j, int* queued) const {
+    constexpr int kVectors = Hits<T>::kTiles * kDepth;
+    if (j + (kVectors - 1) * step >= n) {
+      const int inside = max(0, (n - j + step - 1) / step);
+      if (inside == 0) hits.word = 0;
+      else if (inside < kVectors) hits.only(inside);
+    }
+    if (!__any_sync(~0u, hits.word)) return true;
+    // As many at a time as the queue has room for: nearly always all.
+    unsigned parts = ~0u;
+    unsigned inclusive = inclusive_sum(__popc(hits.word));
+    if (__shfl_sync(~0u, inclusive, 31) > kPositions - 32) {
+      parts = 0xff;
+      inclusive = inclusive_sum(__popc(hits.word & parts));
+    }
+#pragma unroll 1
+    while (true) {
+      unsigned part = hits.word & parts;
+      int at = *queued + inclusive - __popc(part);
+#pragma unroll 1
+      while (part) {
+        const int bit = __ffs(part) - 1;
+        part &= part - 1;
+        const int number = Hits<T>::number_of(bit);
+        queue()[at++] = column + turned(j + number / kWidth * step) * kWidth + number % kWidth;
+      }
+      *queued += __shfl_sync(~0u, inclusive, 31);
+#pragma unroll 1
+      while (*queued >= 32) {
+        const int n = min(*queued & ~31, 32 * kAtOnce);
+        *queued -= n;
+        if (!append_positions(row, *queued, n, capacity)) return false;
+      }
+      if (parts >> 31) return true;
+      parts <<= 8;
+      inclusive = inclusive_sum(__popc(hits.word & parts));
+    }
+  }
+
+  // `first` is this thread's first vector, and `held` are its first ones.
+  __device__ __forceinline__ void run(int first, Vector<T> (&held)[kDepth]) const {
+    const int lane = threadIdx.x % 32, tile = kDepth * step;
+    const T below = below_of<T>(Pass<T>::cut);
+    int j = first, queued = 0;
+    Vector<T> next[kDepth];
+    load(j + tile, next);
+    // Two at a time, so that none needs to be moved.
+#pragma unroll 1
+    for (; j - lane < n; j += 2 * tile) {
+      Hits<T> hits;
+      hits.look_at(held, below);
+      load(j + 2 * tile, held);
+      if constexpr (Hits<T>::kTiles == 1) {
+        if (!take(hits, j, &queued)) return;
+        if (j + tile - lane >= n) break;
+        hits = Hits<T>();
+      }
+      hits.look_at(next, below);
+      load(j + 3 * tile, next);
+      if (!take(hits, Hits<T>::kTiles == 1 ? j + tile : j, &queued)) return;
+    }
+    if (queued) append_positions(row, 0, queued, capacity);
   }
 };
 
 // By itself, with registers of its own.
 template <class T>
-__device__ __noinline__ void run_alone(const Stream<T> stream, int first) {
+__device__ __noinline__ void run_alone(const VectorStream<T> stream, int first) {
   Vector<T> held[kDepth];
   stream.load(first, held);
   stream.run(first, held);
@@ -823,12 +998,13 @@ struct Selector {
     // Only of a block alone: others, which may collect anew, by themselves, must not have its part then.
     const bool turns = !kHeld && slice.blocks == 1 && slice.end > 0;
     const int turn = turns ? (int)row * (5 * kDepth * kThreads) & ((1 << log_of(slice.end)) - 1) : 0;
-    const Stream<T> pass = {scores.whole(), slice.end, slice.step, turn, scores.column(0), cut, capacity()};
+    const Pass<T> pass = {scores.whole(),   scores.data - scores.start, slice.end, slice.step, turn,
+                          scores.column(0), cut,                        capacity()};
     // The queues lie where the sample's histogram was, which all have read, and where the leading one is to be.
     // Whole warps: all of one vote.
     if (slice.first - (int)threadIdx.x % 32 < slice.end) {
-      if constexpr (kHeld) pass.run(slice.first, held);
-      else run_alone(pass, slice.first);
+      if constexpr (kHeld) PositionStream<T>{pass}.run(slice.first, held);
+      else run_alone(VectorStream<T>{pass}, slice.first);
     }
     __syncthreads();
     clear(buckets());
@@ -959,7 +1135,8 @@ struct Selector {
   // The same after the list was over-full.
   __device__ __noinline__ void collect_raised(Slice slice) const {
     // Any K candidates bound the K-th best from below. The first to find no room had so many.
-    const u64 threshold = compact(own_list(), capacity() - 32 * 16, k());
+    static_assert(kWarps * 32 * kAtOnce < kSlack, "more than K");
+    const u64 threshold = compact(own_list(), capacity() - kWarps * 32 * kAtOnce, k());
     if (threadIdx.x == 0) state().count = 0;
     __syncthreads();
     collect(slice, key_in(threshold), kAllKeys);
@@ -1547,7 +1724,8 @@ struct Opening {
     early = request.start.kind == kNone && !request.fixed_stride;
     if (early) load(whole, rank);
     if (!kHeld) return;
-    constexpr int kMost = 32;
+    // More would hold up the sample.
+    constexpr int kMost = 16;
     const Slice slice(rank, request.blocks, whole.scores.vectors);
     // Eight threads have a line.
     const int from = early ? kDepth : 0;

@@ -46,7 +46,7 @@ __device__ void select_short(const Request& request) {
     }
   }
   clear(histogram());
-  if (threadIdx.x == 0) state().kept = 0, state().slots = 0;
+  if (threadIdx.x == 0) state().kept = 0;
   __syncthreads();
   const int length = Bound::inside(raw_end, request.width);
   const unsigned k = request.k;
@@ -95,9 +95,10 @@ __device__ void select_short(const Request& request) {
 
   const unsigned above = tile.hits(found.high);
   unsigned inside = tile.hits(found.low) & ~above;
-  const unsigned first = Selector<T>::places(__popc(above));
+  // Both at once, each in a half.
+  const unsigned places = Selector<T>::places(__popc(above) | __popc(inside) << 16);
   const auto each = [&](auto f) {
-    unsigned at = first;
+    unsigned at = places & 0xffff;
 #pragma unroll
     for (int d = 0; d < kDepth; d++) {
 #pragma unroll
@@ -112,14 +113,13 @@ __device__ void select_short(const Request& request) {
   const auto rank_at = [](int column, float x) { return rank_of(key_of_number(x), column); };
   if (ordered) each([&](unsigned at, int column, T x) { own_list()[at] = rank_at(column, widen(x)); });
   else each([](unsigned at, int column, T) { Selector<T>::staged()[at] = column; });
-  u64* ranked = few <= kRanked ? state().ranked : own_list().at() + n;
+  u64* ranked = (few <= kRanked ? state().ranked : own_list().at() + n) + (places >> 16);
 #pragma unroll 1
   while (inside) {
     const unsigned bit = __ffs(inside) - 1;
     inside &= inside - 1;
     const int d = Tile::vector_of(bit), w = Tile::element_of(bit);
-    ranked[atomicAdd(&state().slots, 1)] =
-        rank_at(span.column + ((int)threadIdx.x + d * kThreads) * kWidth + w, pick(v, d * kWidth + w));
+    *ranked++ = rank_at(span.column + ((int)threadIdx.x + d * kThreads) * kWidth + w, pick(v, d * kWidth + w));
   }
   __syncthreads();
   const Selector<T> selector(request, row, 0, length, 1);

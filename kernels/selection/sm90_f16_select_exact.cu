@@ -1,4 +1,4 @@
-// A cluster of blocks a row, which have it on chip: its size is the launch's.
+// A block, or a cluster of blocks, a row, which have it on chip: the cluster's size is the launch's.
 constexpr int kThreads = 512;
 #include "exact.cuh"
 

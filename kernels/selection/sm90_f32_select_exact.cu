@@ -1,8 +1,7 @@
-// A cluster of blocks a row, which have it on chip: its size is the launch's.
+// A block, or a cluster of blocks, a row, which have it on chip: the cluster's size is the launch's.
 constexpr int kThreads = 512;
 #include "exact.cuh"
 
-// Two blocks to a multiprocessor, where rows are short: `LONG_PAIR` in src/selection/plan.rs.
-extern "C" __global__ void __launch_bounds__(kThreads, 2) select_exact(const __grid_constant__ Request request) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) select_exact(const __grid_constant__ Request request) {
   select_exact<float>(request);
 }

@@ -17,10 +17,10 @@ __device__ void select_split(const Request& request) {
   __shared__ bool last;
   const int blocks = request.blocks, rank = blockIdx.x & (blocks - 1);
   const long long row = blockIdx.x >> log_of(blocks);
+  const long long raw_start = request.start.raw(row, 0), raw_end = request.end.raw(row, request.width);
   Opening<T, true> opening(request, row, rank);
-  const int start = request.start.of(row, request.width, 0);
-  const int end = request.end.of(row, request.width, request.width);
   begin();
+  const int start = Bound::inside(raw_start, request.width), end = Bound::inside(raw_end, request.width);
   const Selector<T> selector(request, row, start, end, 1);
   if (is_trivial(request, selector.scores.length)) {
     if (rank == 0) selector.put_all();

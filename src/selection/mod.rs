@@ -4,8 +4,8 @@
 //! between: scores `[M, N]`, each row with its own bounds, to positions `[M, K]`. The algorithm is
 //! that of HPC-Ops Top-K (arXiv 2609.08450): a sample of the row proposes a cutoff, one pass over
 //! the row collects what reaches it and certifies that it is enough, and what was collected is
-//! refined on chip. Rows that are short, or so few that a cluster of blocks has room for each, are held
-//! on chip instead and counted exactly.
+//! refined on chip. Rows that are short, or so few that each has a cluster of blocks that need to hold
+//! little of it, are held on chip instead and counted exactly.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};

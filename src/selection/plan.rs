@@ -56,10 +56,10 @@ pub enum Mapping {
     /// A cluster of 2, 4, 8 or 16 blocks a row, that meet in the first one's shared
     /// memory. On devices of compute capability 9.0.
     Cluster(u32),
-    /// A cluster of 2, 4, 8 or 16 blocks a row, which have FP16's rounding of all of it in their shared memory
-    /// and count that exactly, without a sample. Scores whose roundings share the leading 11 bits with the
-    /// K-th best's are read again, one by one; a row that has more than K + 4096 of them, four times or more
-    /// in whole. For rows that fit there, on devices of compute capability 9.0.
+    /// A block a row, or a cluster of 2, 4, 8 or 16, which have all of it in their shared memory and count FP16's
+    /// rounding of it exactly, without a sample. A row that has more than K + 4096 scores whose roundings share the
+    /// leading 11 bits with the K-th best's, or exceed it, is read again, four times or more in whole. For rows that fit
+    /// there, on devices of compute capability 9.0.
     Exact(u32),
 }
 
@@ -215,10 +215,11 @@ const _: () = assert!(
 /// Bins of the histograms: `kBins` in `kernels/selection/select.cuh`.
 const BINS: usize = 2048;
 
-/// Vectors in the queues of all warps: `kQueue` there, for each.
-const QUEUED: usize = 64 * THREADS as usize / 32;
+/// Bytes of the queues of all warps, in the place of two histograms: `kLists` there.
+const QUEUES: usize = 64 * (VECTOR_BYTES + 4) * THREADS as usize / 32;
+const _: () = assert!(QUEUES >= 2 * 4 * BINS, "a place for the histograms");
 
-/// Words of the workspace for each block: `kHeader` and the candidates of `SLACK`.
+/// Bytes of the workspace for each block: `kHeader` and the candidates of `SLACK`.
 const SEGMENT_BYTES: usize = 64 + 8 * SLACK;
 
 /// Blocks that can share rows through the workspace at once.
@@ -299,36 +300,35 @@ fn capacity(k: usize) -> usize {
     k.next_multiple_of(64) + SLACK
 }
 
-/// `dynamic` in `kernels/selection/select.cuh`: two histograms, the queues' numbers, the candidates, as many again where
-/// the other blocks of a cluster send theirs, and the order of the selected; in the place of that, the halves of a row
-/// that is held there.
+/// `dynamic` in `kernels/selection/select.cuh`: the queues, or two histograms, the candidates, as many again where the other
+/// blocks of a cluster send theirs, and the order of the selected; in the place of that, the part of a row that is held
+/// there.
 fn shared_bytes(mapping: Mapping, request: &PlanRequest) -> usize {
     let k = request.k;
     let inbox = matches!(mapping, Mapping::Cluster(_)) as usize;
-    let halves = match mapping {
-        Mapping::Exact(blocks) => halves_bytes(blocks as usize, request),
+    let slice = match mapping {
+        Mapping::Exact(blocks) => slice_bytes(blocks as usize, request),
         _ => 0,
     };
     let order = 2 * k.next_power_of_two().max(64);
-    2 * 4 * BINS + 4 * QUEUED + (1 + inbox) * 8 * capacity(k) + halves.max(order)
+    QUEUES + (1 + inbox) * 8 * capacity(k) + slice.max(order)
 }
 
-/// What a block of so many has of a row as halves: whole tiles of vectors. A row that begins between two vectors
-/// has one more.
-fn halves_bytes(blocks: usize, request: &PlanRequest) -> usize {
+/// What a block of so many has of a row: as many vectors for each thread. A row that begins between two vectors has
+/// one more.
+fn slice_bytes(blocks: usize, request: &PlanRequest) -> usize {
     let width = VECTOR_BYTES / request.dtype.size_in_bytes();
     let vectors = request.n.div_ceil(width) + !request.pitch.is_multiple_of(width) as usize;
-    let tile = THREADS as usize * DEPTH;
-    vectors.div_ceil(tile * blocks) * tile * width * 2
+    vectors.div_ceil(THREADS as usize * blocks) * THREADS as usize * VECTOR_BYTES
 }
 
 /// Static shared memory of `select_exact`, and what a block takes beside, at most: `exact.cuh` checks it.
 const BESIDE: usize = 8 << 10;
 
-/// Whether a cluster of so many blocks holds a row, with `each` blocks to a multiprocessor.
-fn is_held(blocks: usize, each: usize, request: &PlanRequest) -> bool {
+/// Whether so many blocks hold a row.
+fn is_held(blocks: usize, request: &PlanRequest) -> bool {
     let bytes = shared_bytes(Mapping::Exact(blocks as u32), request) + BESIDE;
-    each * bytes <= request.device.shared_per_block
+    bytes <= request.device.shared_per_block
 }
 
 fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
@@ -340,7 +340,7 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
             request.m,
             split_blocks(device)
         ),
-        Mapping::Cluster(2 | 4 | 8 | 16) | Mapping::Exact(2 | 4 | 8 | 16)
+        Mapping::Cluster(2 | 4 | 8 | 16) | Mapping::Exact(1 | 2 | 4 | 8 | 16)
             if blocks > device.cluster =>
         {
             match device.cluster {
@@ -350,7 +350,7 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
                 ),
             }
         }
-        Mapping::Exact(2 | 4 | 8 | 16) if !is_held(blocks, 1, request) => bail!(
+        Mapping::Exact(1 | 2 | 4 | 8 | 16) if !is_held(blocks, request) => bail!(
             "{OP}: rows of {} scores are planned to be held by clusters of {blocks} blocks, each of which needs {} bytes of shared memory for them, the device has {}",
             request.n,
             shared_bytes(mapping, request) + BESIDE,
@@ -358,8 +358,11 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
         ),
         Mapping::Split(2 | 4 | 8 | 16)
         | Mapping::Cluster(2 | 4 | 8 | 16)
-        | Mapping::Exact(2 | 4 | 8 | 16) => Ok(mapping),
-        Mapping::Split(_) | Mapping::Cluster(_) | Mapping::Exact(_) => {
+        | Mapping::Exact(1 | 2 | 4 | 8 | 16) => Ok(mapping),
+        Mapping::Exact(_) => {
+            bail!("{OP}: {blocks} blocks a row are planned, 1, 2, 4, 8 or 16 are accepted")
+        }
+        Mapping::Split(_) | Mapping::Cluster(_) => {
             bail!("{OP}: {blocks} blocks a row are planned, 2, 4, 8 or 16 are accepted")
         }
         Mapping::Short if request.n > held(request.dtype) => bail!(
@@ -372,56 +375,52 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
 }
 
 // What follows was measured on an H200 (f32, K = 2048, raised ends; us of a graph's replay), as exact and sampled
-// clusters of so many blocks, and a block a row:
+// clusters of so many blocks, and a block a row, alone:
 //
-// |   M |    N | exact 16 |    8 |    4 |    2 | sampled      | block |
-// |-----|------|----------|------|------|------|--------------|-------|
-// |   8 |  16K |          |  8.7 |  8.8 |  9.5 |  4: 11.7     |       |
-// |  64 |  16K |          |      |      | 10.1 |  2: 13.6     |       |
-// | 128 |  16K |          |      |      | 12.4 |              |  15.2 |
-// |   8 |  32K |     12.8 |  9.1 |  9.7 | 10.7 |  8: 11.9     |       |
-// |  32 |  32K |          | 14.2 | 11.7 | 11.0 |  2: 14.1     |       |
-// |  64 |  32K |          |      | 14.8 | 12.0 |  2: 15.0     |       |
-// | 128 |  32K |          |      | 21.4 | 16.7 |              |  18.3 |
-// | 256 |  32K |          |      |      | 27.0 |              |  24.5 |
-// |   1 |  64K |     10.1 | 10.1 | 11.1 | 13.4 | 16: 11.9     |       |
-// |   8 |  64K |     15.6 | 11.8 | 12.5 | 15.8 |  8: 12.3     |       |
-// |  64 |  64K |          |      | 20.5 | 18.0 |  2: 17.9     |       |
-// | 128 |  64K |          |      | 30.4 | 29.1 |              |  23.4 |
-// |   4 | 128K |     10.6 | 11.0 | 13.6 | 18.7 | 16: 12.9     |       |
-// |   8 | 128K |     14.9 | 11.4 | 13.9 | 18.7 |  8: 13.1     |       |
-// |  64 | 128K |          |      | 31.3 | 22.7 |  2: 23.5     |       |
-// |   1 | 256K |     11.1 | 13.3 | 18.2 |      | 16: 12.5     |       |
-// |   8 | 256K |     17.4 | 13.8 | 18.6 |      |  8: 15.2     |       |
-// |  32 | 256K |          | 34.2 | 32.7 |      |  2: 28.6     |       |
-// |   4 |   1M |     19.2 |      |      |      | 16: 20.1     |       |
+// |   M |    N | exact            | sampled          | block     |
+// |-----|------|------------------|------------------|-----------|
+// |   8 |  16K |  4:  8.9         |                  |           |
+// |  64 |  16K |  2: 10.7         |                  |           |
+// | 128 |  16K |  1: 11.7         |                  |           |
+// |   8 |  32K |  8:  8.5, 4: 10.1|                  |           |
+// |  32 |  32K |  2: 11.4, 4: 15.5|  2: 14.1         |           |
+// |  64 |  32K |  2: 11.7, 1: 16.2|  2: 14.6         |           |
+// | 128 |  32K |  1: 17.7         |                  |      17.1 |
+// |   1 |  64K | 16:  9.3, 8:  9.8|                  |           |
+// |   8 |  64K |  8:  9.7         |                  |           |
+// |  32 |  64K |  2: 17.6         |  2: 14.8         |           |
+// |  64 |  64K |  2: 19.1         |  2: 16.9         |           |
+// |   8 | 128K |  8: 11.0         |  8: 13.3         |           |
+// |  16 | 128K |  4: 16.5         |  4: 14.1         |           |
+// |  32 | 128K |                  |  2: 17.0, 4: 22.5|           |
+// |  64 | 128K |                  |  2: 19.9         |      22.0 |
+// |   1 | 256K | 16: 10.9         | 16: 12.5         |           |
+// |   8 | 256K |  8: 15.5         |  8: 14.1         |           |
 //
 // A sampled row (us):
 //
 // |   M |    N | mapping                               |       |
 // |-----|------|---------------------------------------|-------|
-// |  64 | 128K | block a row, alone                    |  29.1 |
 // | 128 | 128K | cluster of 2: two rounds              |  42.2 |
-// | 128 | 128K | block a row, alone                    |  32.5 |
-// | 128 | 128K | block a row, room for two             |  33.2 |
+// | 128 | 128K | block a row, alone                    |  29.3 |
+// | 128 | 128K | block a row, room for two             |  30.3 |
 // | 256 |  32K | block a row, alone: two rounds        |  31.5 |
 // | 512 | 256K | block a row, s = 64, 4 deviations     | 149.5 |
 // | 512 | 256K | the same, 3: one row is read twice    | 182.1 |
 // | 512 | 256K | block a row, s = 128, 2.5             | 215.9 |
 //
-// So all blocks of a launch run at once, one to a multiprocessor, as long as there are so few; two to one where the
-// choice is between two blocks of a short row and one. A cluster lies in one group of multiprocessors, which have 16 or
-// so of them, and some fewer: large clusters do not fill the device. And rows are held where they can be: counting
-// them takes as long as reading them, an atomic of shared memory being nine cycles of a multiprocessor, but there is no
-// sample to wait for.
+// So all blocks of a launch run at once, one to a multiprocessor, as long as there are so few. A cluster lies in one group
+// of multiprocessors, which have 16 or so of them, and some fewer: large clusters do not fill the device. And rows of which
+// a block has little are held: all of it is counted, four cycles of a multiprocessor for each warp's atomic to shared
+// memory, but there is no sample to wait for.
 
+/// The most of a row that a block holds and counts.
+const HELD: usize = 16_384;
 /// Of scores that are spread evenly from 0 up, one in so many has its rounding's leading bits in common with the K-th
 /// best. Rows of which that is more than the list takes would be read again and again.
 const EVEN: usize = 64;
 /// The shortest part of a row that is worth a block of its own.
 const SLICE: usize = 4096;
-/// The longest F32 row of which two blocks, beside two of another on their multiprocessors, are faster than one alone.
-const LONG_PAIR: usize = 32_768;
 
 fn mapping(request: &PlanRequest) -> Mapping {
     let PlanRequest {
@@ -455,14 +454,14 @@ fn mapping(request: &PlanRequest) -> Mapping {
         if let Some(blocks) = [16, 8, 4, 2].into_iter().find(fits) {
             let blocks = blocks.min(device.cluster);
             let even = n / EVEN <= capacity(request.k);
-            return match !sampled && even && is_held(blocks, 1, request) {
+            let little = n.div_ceil(blocks) <= HELD;
+            return match !sampled && even && little && is_held(blocks, request) {
                 true => Mapping::Exact(blocks as u32),
                 false => Mapping::Cluster(blocks as u32),
             };
         }
-        let short = !sampled && dtype == DType::F32 && n <= LONG_PAIR;
-        if short && m <= device.multiprocessors && slices(&2) && is_held(2, 2, request) {
-            return Mapping::Exact(2);
+        if !sampled && m <= device.multiprocessors && n <= HELD && is_held(1, request) {
+            return Mapping::Exact(1);
         }
     } else {
         let fits = |blocks: &usize| blocks * m <= split_blocks(&device) && slices(blocks);
@@ -554,10 +553,11 @@ mod tests {
         assert_eq!(h200(8192, 8192)?, Mapping::Short);
         assert_eq!(h200(1, 131_072)?, Mapping::Exact(16));
         assert_eq!(h200(8, 131_072)?, Mapping::Exact(8));
-        assert_eq!(h200(16, 131_072)?, Mapping::Exact(4));
-        assert_eq!(h200(32, 131_072)?, Mapping::Exact(2));
-        assert_eq!(h200(64, 131_072)?, Mapping::Exact(2));
-        assert_eq!(h200(128, 32_768)?, Mapping::Exact(2));
+        assert_eq!(h200(16, 131_072)?, Mapping::Cluster(4));
+        assert_eq!(h200(32, 131_072)?, Mapping::Cluster(2));
+        assert_eq!(h200(64, 32_768)?, Mapping::Exact(2));
+        assert_eq!(h200(128, 16_384)?, Mapping::Exact(1));
+        assert_eq!(h200(128, 32_768)?, Mapping::RowLocal);
         assert_eq!(h200(64, 262_144)?, Mapping::Cluster(2));
         // An even law would fill the bin of the K-th beyond what a list takes.
         assert_eq!(h200(1, 1 << 20)?, Mapping::Cluster(16));
@@ -578,7 +578,7 @@ mod tests {
         };
         let (even, odd) = (odd(131_072, 131_072)?, odd(131_072, 131_073)?);
         assert_eq!(even.mapping, odd.mapping);
-        assert_eq!(odd.shared_bytes - even.shared_bytes, 16 << 10);
+        assert_eq!(odd.shared_bytes - even.shared_bytes, 8 << 10);
         assert_eq!(h200(128, 131_072)?, Mapping::RowLocal);
         assert_eq!(h200(512, 131_072)?, Mapping::Block);
         let a100 = plan(&request(1, 131_072, DeviceProps::A100))?;

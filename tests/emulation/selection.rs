@@ -284,6 +284,6 @@ fn cluster() -> Result<()> {
 
 #[test]
 fn exact() -> Result<()> {
-    let mappings = [2, 4, 8, 16].map(Mapping::Exact);
-    random_launches(705, "exact", &mappings, 80, &[DIRECT])
+    let mappings = [1, 2, 4, 8, 16].map(Mapping::Exact);
+    random_launches(705, "exact", &mappings, 120, &[DIRECT])
 }

@@ -36,6 +36,9 @@ struct dim {
 struct alignas(8) uint2 {
   unsigned x, y;
 };
+struct alignas(16) ulonglong2 {
+  unsigned long long x, y;
+};
 struct alignas(8) ushort4 {
   unsigned short x, y, z, w;
 };
@@ -166,6 +169,9 @@ inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 inline int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
+  return by & 31 ? high << (by & 31) | low >> (32 - (by & 31)) : high;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return (uint64_t)a * b >> 32; }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return (unsigned __int128)a * b >> 64;

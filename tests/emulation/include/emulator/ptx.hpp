@@ -15,6 +15,11 @@ inline float max_or_nan(float a, float b) {
   if (a != a || b != b) return NAN;
   return a == b ? (std::signbit(a) ? b : a) : std::max(a, b);
 }
+inline unsigned sign_above(float below, float x) { return x > below ? 0x80000000u : 0; }
+template <class Pair>
+unsigned signs_above(Pair below, Pair x) {
+  return (number(x.x) > number(below.x) ? 0x8000u : 0) | (number(x.y) > number(below.y) ? 0x80000000u : 0);
+}
 inline float exp2_approx(float x) {
   const float y = exp2f(x);
   return y < 0x1p-126f ? 0.0f : y;
