@@ -14,8 +14,8 @@
 // 4. Second terms of weights are left out of rows of which many keys share the weight, and their
 //    products where no row of a warpgroup has one.
 // 5. A weight of 0 times a value that is not finite is no number. A row whose result is not finite is
-//    computed again, alone, from the keys that it attends to and zeros; and so is one of large scores,
-//    which take care that is of no use to others.
+//    computed again, alone, from the keys that it attends to and zeros. Before that all rows of large
+//    scores are, which take care that is of no use to others.
 
 #pragma once
 #include "../common/pipeline.cuh"
@@ -46,15 +46,15 @@ struct Rest {
   uint64_t voted[2];      // whether the warps of a warpgroup have said if second terms count
   uint8_t votes[2][2][4];
   int64_t starts[kRows], ends[kRows], sequences[kRows], entries[kRows];
-  uint64_t active, pending, again;
+  uint64_t active, pending, large, again;
   int64_t begin, end;       // what the active rows see together
   uint32_t all[2][kWords];  // the masks of a warpgroup's rows together
-  uint32_t repeats;         // whether the active row is computed again
+  uint32_t repeats;         // whether the active rows are computed again
   uint32_t listed;          // blocks of a chunk that any row attends to
   uint16_t list[32 * kWords];  // and which they are: 12 bits, and two for which warpgroups have such rows
   uint32_t masks[kRows][kWords];
 };
-static_assert(sizeof(Rest) == 44208, "Kind::shared_bytes() says so");
+static_assert(sizeof(Rest) == 44216, "Kind::shared_bytes() says so");
 
 template <int D>
 constexpr int bytes() {
@@ -102,19 +102,21 @@ struct Tile {
 // A pass over the keys of some rows.
 struct Pass {
   uint64_t active;  // its rows; none when all is done
-  bool repeats;     // whether it is one that is computed again
+  bool repeats;     // whether they are computed again
   int64_t sequence, begin, end, blocks, chunks;
 
-  // All rows of one sequence, or one that is computed again. By all threads.
+  // All rows of one sequence, then those of them that have large scores, or one that is computed again alone. By
+  // all threads.
   __device__ Pass(const Request& r, Rest& rest) {
     if (threadIdx.x < 32) {
       int lane = threadIdx.x;
-      uint64_t pending = rest.pending, again = rest.again, chosen = 0;
-      if (pending) {
-        int64_t first = rest.sequences[__ffsll(pending) - 1];
+      uint64_t pending = rest.pending, large = rest.large, again = rest.again, chosen = 0;
+      if (pending | large) {
+        uint64_t left = pending ? pending : large;
+        int64_t first = rest.sequences[__ffsll(left) - 1];
         for (int i = 0; i < 2; i++)
           chosen |= uint64_t(__ballot_sync(~0u, rest.sequences[lane + 32 * i] == first)) << (32 * i);
-        chosen &= pending;
+        chosen &= left;
       } else if (again) {
         chosen = again & (0 - again);
       }
@@ -133,6 +135,8 @@ struct Pass {
       if (lane == 0) {
         if (pending)
           rest.pending = pending & ~chosen;
+        else if (large)
+          rest.large = large & ~chosen;
         else
           rest.again = again & ~chosen;
         rest.active = chosen;
@@ -609,8 +613,11 @@ __device__ inline void attend(const Request& r, uint32_t base, Rest& rest, const
       }
     }
     if (exists && lane % 4 == 0) r.lse[(tile.first_row + row) * r.lse_row + head * r.lse_head] = running.lse();
-    if (!kRepeats && exists && (farthest[i] > kLarge || (!alone && unfinite != 0.f)))
-      atomicOr(reinterpret_cast<unsigned long long*>(&rest.again), 1ull << row);
+    auto repeat = [&](uint64_t& rows) { atomicOr(reinterpret_cast<unsigned long long*>(&rows), 1ull << row); };
+    if (exists && !kRepeats && farthest[i] > kLarge)
+      repeat(rest.large);
+    else if (exists && !alone && unfinite != 0.f)
+      repeat(rest.again);
   }
   __syncthreads();
 }
@@ -654,7 +661,7 @@ __device__ void run(const Request& r) {
     for (int i = 0; i < 2; i++) barrier_init(shared_address(&rest.voted[i]), 4);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     rest.pending = tile.rows == 64 ? ~0ull : (1ull << tile.rows) - 1;
-    rest.again = 0;
+    rest.large = rest.again = 0;
   }
   __syncthreads();
 

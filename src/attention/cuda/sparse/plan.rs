@@ -89,7 +89,7 @@ impl Kind {
             Self::Wide => mma(576, 512, false, 1),
             Self::Shared(tiles) => mma(576, 512, true, tiles),
             Self::Latent(key) => 3 * 128 * key + if key > 512 { 1 } else { 4 } * 8192 + 2048,
-            Self::Tile(dim) => 10 * 128 * dim + 44_208 + 1024,
+            Self::Tile(dim) => 10 * 128 * dim + 44_216 + 1024,
         }
     }
 
