@@ -613,7 +613,6 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
           sums[0] = max[i];
           sums[64] = sum[i];
         }
-        if (max[i] == minus_infinity()) continue;
         float* to = slot + head * 512 + kSide * 256 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 32; j++)

@@ -369,7 +369,6 @@ __device__ void attend(const Request& r, const Share& share, uint32_t base, Rest
         slot[64 * 512 + head] = greatest;
         slot[64 * 512 + 64 + head] = total[i];
       }
-      if (greatest == minus_infinity()) continue;
 #pragma unroll
       for (int j = 0; j < 8; j++)
         *reinterpret_cast<float2*>(slot + head * 512 + column + 8 * j) =

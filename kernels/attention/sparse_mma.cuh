@@ -326,7 +326,6 @@ __device__ void attend_mma(const Request& r) {
         sums[head] = max[i];
         sums[r.slot_heads + head] = weight[i];
       }
-      if (max[i] == minus_infinity()) continue;
 #pragma unroll
       for (int j = 0; j < kPairs; j++) {
         float2 two = make_float2(sum[j][2 * i], sum[j][2 * i + 1]);
