@@ -75,11 +75,13 @@ struct Varied {
 
 impl Run for Varied {
     fn launch(&mut self, case: &Case) -> Result<()> {
-        with_run(self.kernels, || self.run.launch(case))
+        // SAFETY: `prepare` has lent memory for the widest case.
+        unsafe { with_run(self.kernels, || self.run.launch(case)) }
     }
 
     fn routes(&self, case: &Case) -> Result<Vec<Routes>> {
-        with_run(self.kernels, || self.run.routes(case))
+        // SAFETY: as in `launch`.
+        unsafe { with_run(self.kernels, || self.run.routes(case)) }
     }
 
     fn compare(&mut self, case: &Case, row: &Row) -> Result<std::result::Result<(), String>> {

@@ -7,9 +7,10 @@
 //    into the tail of an attention query, whose first part another product writes; RoPE of an index query.
 // 3. `weights`: the indexer's weight of each head, in f32, of few rows: a block a head and four rows.
 //
-// All arithmetic is f32. What a model's own code rounds between two steps is rounded here too. Index keys and
-// queries become e4m3 where the cache is: they go through a Hadamard transform, which spreads outliers and leaves
-// products as they are, and get a scale of the greatest number.
+// All arithmetic is f32. What a model's own code rounds between two steps is rounded here too, but for what comes of
+// the Hadamard transform, which stays f32 until it is e4m3. Index keys and queries become e4m3 where the cache
+// is: they go through a Hadamard transform, which spreads outliers and leaves products as they are, and get a scale
+// of the greatest number.
 //
 // A row's position is one less than its end; a row whose end is 0 has no place, and nothing of it enters the
 // cache. Every sum is in one order, so a row does not depend on the others.

@@ -133,7 +133,9 @@ __device__ void gather(const Request& r, const Share& share, int64_t at, uint32_
     rest.exists[warp] = static_cast<uint16_t>(exists);
     barrier_arrive(shared_address(&rest.ready));
   }
-  barrier_arrive_after_copies(shared_address(&rest.ready));
+  // What was stored, an arrival publishes; what is copied, the end of the copies.
+  if (aligned) barrier_arrive_after_copies(shared_address(&rest.ready));
+  else barrier_arrive(shared_address(&rest.ready));
   __syncwarp();
   cluster_wait();
 
@@ -257,13 +259,14 @@ __device__ void attend(const Request& r, const Share& share, uint32_t base, Rest
           rough |= uint32_t(!are_many(sum[which], squares[which])) << (j + which);
         }
       }
-      sum[0] *= later;
-      squares[0] *= later * later;
+      // As the other kernel has it, where the product goes through memory: it becomes no part of the sum below.
+      sum[0] = __fmul_rn(sum[0], later);
+      squares[0] = __fmul_rn(squares[0], later * later);
       before = of_odd;
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      total[i] = __shfl_sync(~0u, sum[0] + sum[1], lane / 4 * 4 + i);
+      total[i] = __shfl_sync(~0u, __fadd_rn(sum[0], sum[1]), lane / 4 * 4 + i);
       few[i] = __shfl_sync(~0u, rough, lane / 4 * 4 + i) >> rank & 1;
     }
   }
@@ -457,8 +460,12 @@ __device__ void run(const Request& r) {
       fetch_piece(to + t * kTile + ((threadIdx.x % 2 * 4 + i ^ (head & 7)) << 4), from + t * 64 + 8 * i, exists,
                   aligned);
   }
-  if (!aligned) fence_async();
-  barrier_arrive_after_copies(shared_address(&rest.ready));
+  if (aligned) {
+    barrier_arrive_after_copies(shared_address(&rest.ready));
+  } else {
+    fence_async();
+    barrier_arrive(shared_address(&rest.ready));
+  }
   attend<T, kKeyDim>(r, share, base, rest, threadIdx.x);
 }
 

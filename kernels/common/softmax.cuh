@@ -42,15 +42,6 @@ __device__ __forceinline__ Mass warp_sum(Mass m) {
   return sum;
 }
 
-// A sum of weights below 2^32 as a mass, rounded down.
-__device__ __forceinline__ Mass to_mass(float weights) {
-  const unsigned bits = __float_as_uint(weights);
-  const u64 fraction = (bits & 0x7fffffu) | 0x800000u;
-  const int shift = (int)(bits >> 23) - (127 + 23 - 62);
-  if (shift < 0) return {shift > -24 ? fraction >> -shift : 0, 0};
-  return {shift < 64 ? fraction << shift : 0, shift < 40 ? 0 : shift < 64 ? fraction >> (64 - shift) : fraction << (shift - 64)};
-}
-
 // The logarithm of a mass above 0, as a sum of weights.
 __device__ __forceinline__ double log_mass(Mass m) {
   const double raw = __ull2double_rn(m.high) * 18446744073709551616.0 + __ull2double_rn(m.low);

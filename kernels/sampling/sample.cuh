@@ -48,11 +48,11 @@ struct SampleOutputs {
   unsigned refused;
 };
 
-// Where a draw falls among the best, by exact sums in the order of ids: by one warp.
+// Where a draw falls among the best, by exact sums in the order of ids: by each warp, after make_exact.
 static __device__ __noinline__ unsigned invert_exactly(const Top& top, unsigned size, u64 draw) {
   Mass mass = {0, 0};
 #pragma unroll 1
-  for (unsigned i = 0; i < size; i++) mass = mass + Mass{(u64)top.ranked[i].mass, 0};
+  for (unsigned i = 0; i < size; i++) mass = mass + Mass{top.found[i].order, 0};
   const Mass point = inverted(mass, draw);
   unsigned drawn = 0;
 #pragma unroll 1
@@ -61,9 +61,9 @@ static __device__ __noinline__ unsigned invert_exactly(const Top& top, unsigned 
     const unsigned id = (unsigned)top.ranked[mine].order;
 #pragma unroll 1
     for (unsigned other = 0; other < size; other++) {
-      if ((unsigned)top.ranked[other].order >= id) up_to = up_to + Mass{(u64)top.ranked[other].mass, 0};
+      if ((unsigned)top.ranked[other].order >= id) up_to = up_to + Mass{top.found[other].order, 0};
     }
-    if (point < up_to && !(point < up_to - Mass{(u64)top.ranked[mine].mass, 0})) drawn = mine;
+    if (point < up_to && !(point < up_to - Mass{top.found[mine].order, 0})) drawn = mine;
   }
   return __reduce_max_sync(~0u, drawn);
 }
@@ -72,7 +72,7 @@ static __device__ __noinline__ unsigned invert_exactly(const Top& top, unsigned 
 template <class T, int C>
 __device__ __forceinline__ unsigned invert_top(const Kept<T, C>& kept, u64 draw, bool wants_log, double* log,
                                                float* logit) {
-  const Top& top = kept.shared.top;
+  Top& top = kept.shared.top;
   const unsigned size = kept.members;
   __shared__ double point, margin, logarithm;
   __shared__ unsigned drawn;
@@ -106,15 +106,17 @@ __device__ __forceinline__ unsigned invert_top(const Kept<T, C>& kept, u64 draw,
     if (exists && pairs.part == 0) own = mine.mass;
   }
   __syncthreads();
-  // Nothing is before the first.
-  if (own > 0.0 && point + margin < up_to && (up_to == own || point - margin >= up_to - own)) drawn = pairs.element;
+  if (own > 0.0 && point + margin < up_to && point - margin >= up_to - own) drawn = pairs.element;
   if (wants_log && last) {
     const double log = log_mass(kept.mass_of_members());
     if (threadIdx.x % 32 == 0) logarithm = log;
   }
   __syncthreads();
   unsigned at = drawn;
-  if (at == ~0u) at = invert_exactly(top, size, draw);
+  if (at == ~0u) {
+    make_exact(&top, size, kept.softmax);
+    at = invert_exactly(top, size, draw);
+  }
   const u64 order = top.ranked[at].order;
   *log = logarithm, *logit = value_of(order >> 32);
   return ~(unsigned)order;

@@ -112,23 +112,38 @@ struct alignas(16) Top {
   struct alignas(16) Member {
     // The key, and the position's complement: the order as an integer.
     u64 order;
-    double mass;  // a whole number of 24 bits, so exact
+    double mass;  // rounded
   };
   Member found[kTop], ranked[kTop];
-  double above[kTop];        // the rounded mass of everything before it in the order
+  double above[kTop];        // the rounded masses of everything before it in the order
   double others[32];         // of what is gathered and not ranked: a warp's
   unsigned bins[kTopBins];
   unsigned slots;
 
-  // The rounded mass of the first `count` of the order, at least 1.
+  // The rounded masses of the first `count` of the order, at least 1.
   __device__ __forceinline__ double first(unsigned count) const {
     return above[count - 1] + ranked[count - 1].mass;
   }
 };
 
-// How far off a rounded sum of kTop masses is at most, and what is made from it by a few operations, relative. What is
-// decided by rounded sums is decided beyond this; where they are closer, by exact ones.
-constexpr double kRounding = 0x1p-44;
+// A mass as a multiple of 2^22: so the sums of all that can be gathered are exact, and no order shows. Every sum that
+// leaves a doubt has the greatest mass in it, 2^62, and fewer than 2^13 others that are off by 2^21 each.
+static_assert(kCandidates + kTop < 1 << 13, "sums are below 2^75");
+__device__ __forceinline__ double rounded(u64 mass) { return __ull2double_rn(mass) + 0x1.8p74 - 0x1.8p74; }
+
+// How far off such a sum is at most, and what is made from it by a few operations, relative. What is decided by it is
+// decided beyond this; where sums are closer, by exact ones.
+constexpr double kRounding = 0x1p-27;
+
+// The exact masses of the ranked, where the found were. By the whole block.
+static __device__ __noinline__ void make_exact(Top* top, unsigned count, const Softmax softmax) {
+  __syncthreads();
+#pragma unroll 1
+  for (unsigned i = threadIdx.x; i < count; i += kThreads) {
+    top->found[i].order = softmax.mass(value_of(top->ranked[i].order >> 32));
+  }
+  __syncthreads();
+}
 
 // How threads share the comparisons of each of `count` elements, at most kTop, with all.
 struct Pairs {
@@ -151,7 +166,10 @@ struct Pairs {
 #pragma unroll 1
     for (unsigned first = part; first < count; first += kAtOnce * parts) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; i++) f(first + i * parts, first + i * parts < count);
+      for (int i = 0; i < kAtOnce; i++) {
+        const unsigned other = first + i * parts;
+        f(other < count ? other : 0, other < count);
+      }
     }
   }
   // Of an element's threads.
@@ -515,7 +533,9 @@ struct Kept {
   __device__ __forceinline__ Mass mass_of_members() const {
     Mass own = {0, 0};
 #pragma unroll 1
-    for (unsigned i = threadIdx.x % 32; i < members; i += 32) own = own + Mass{(u64)shared.top.ranked[i].mass, 0};
+    for (unsigned i = threadIdx.x % 32; i < members; i += 32) {
+      own = own + Mass{mass_of_few(softmax, value_of(shared.top.ranked[i].order >> 32)), 0};
+    }
     return warp_sum(own);
   }
 
@@ -699,7 +719,7 @@ struct Kept {
     const uint4 four = reinterpret_cast<const uint4*>(maxima)[lane];
     const unsigned best = __reduce_max_sync(~0u, max(max(four.x, four.y), max(four.z, four.w)));
     row_best = best == ~0u ? CUDART_NAN_F : value_of(best);
-    own_sum *= exp2_approx(-__fmaf_rn(row_best, scale(), -own_origin));
+    own_sum *= exp2_approx(own_origin - row_best * scale());  // as rounded as the pass's origin is
     if (best == ~0u) return {0.0f, false, 0.0f, false, false};
     const float reference = row_best;
     const auto above = [&](float threshold, bool guess) {
@@ -1162,7 +1182,7 @@ struct Kept {
     for (int i = threadIdx.x; i < gathered; i += kThreads) {
       const unsigned key = shared.gathered.keys[i];
       if (key < edge && !refers) continue;
-      const double mass = mass_of_few(softmax, value_of(key));
+      const double mass = rounded(mass_of_few(softmax, value_of(key)));
       if (key >= edge) {
         const unsigned slot = count == gathered ? i : atomicAdd(&top.slots, 1u);
         top.found[slot] = {(u64)key << 32 | ~shared.gathered.positions[i], mass};
@@ -1220,7 +1240,7 @@ struct Kept {
         Mass all = {0, 0};
         if (!of_ranked) all = mass_above(kNegInfinityKey);
         if (threadIdx.x == 0) exact = all;
-        __syncthreads();
+        make_exact(&top, count, softmax);
         if (threadIdx.x < 32) {
           bool closed = limited || complete;
           unsigned kept = min(most, exact_ends(top, count, limited && !joint ? most : count, closed, &exact, limits.top_p));
@@ -1304,18 +1324,18 @@ struct Kept {
   }
 
   // How many of the ranked begin before the nucleus ends, by exact sums: of `all`, or where that is 0 of the first
-  // `of`. None where the ranked are less than it, and are not all. By one warp.
+  // `of`. None where the ranked are less than it, and are not all. By one warp, after make_exact.
   static __device__ __noinline__ unsigned exact_ends(const Top& top, unsigned count, unsigned of, bool closed,
                                                      const Mass* all, float top_p) {
     Mass sum = {0, 0}, whole = *all;
     if ((whole.low | whole.high) == 0) {
 #pragma unroll 1
-      for (unsigned i = 0; i < of; i++) whole = whole + Mass{(u64)top.ranked[i].mass, 0};
+      for (unsigned i = 0; i < of; i++) whole = whole + Mass{top.found[i].order, 0};
     }
     const Mass target = nucleus(top_p, whole);
     unsigned ends = 0;
 #pragma unroll 1
-    for (; ends < count && sum < target; ends++) sum = sum + Mass{(u64)top.ranked[ends].mass, 0};
+    for (; ends < count && sum < target; ends++) sum = sum + Mass{top.found[ends].order, 0};
     return closed || !(sum < target) ? ends : 0;
   }
 

@@ -111,10 +111,6 @@ struct Bound {
   static __device__ __forceinline__ int inside(long long raw, int width) {
     return (int)min(max(raw, 0ll), (long long)width);
   }
-  // Inside [0, width]; `missing` where there is none.
-  __device__ __forceinline__ int of(long long row, int width, int missing) const {
-    return inside(raw(row, missing), width);
-  }
 };
 
 // `Request` in src/selection/cuda.rs.

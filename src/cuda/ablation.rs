@@ -79,7 +79,10 @@ pub(super) fn current() -> Option<Run> {
 }
 
 /// Runs `f` with the run's kernels in place of those that `mask` and `sample` launch on this thread.
-pub fn with_run<R>(run: Run, f: impl FnOnce() -> R) -> R {
+///
+/// # Safety
+/// A run that searches by "sort" has been lent memory ([`Run::lend`]) for every row of every launch.
+pub unsafe fn with_run<R>(run: Run, f: impl FnOnce() -> R) -> R {
     struct Restore(Option<Run>);
     impl Drop for Restore {
         fn drop(&mut self) {

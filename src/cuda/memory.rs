@@ -73,7 +73,7 @@ impl<T: CudaDType + DeviceRepr> DeviceBuffer<T> {
 
 /// Captured, an upload would be replayed from host memory that is gone by then, and an allocation
 /// would be freed by no one.
-fn refuse_capture(what: &str, device: &CudaDevice) -> Result<()> {
+pub(crate) fn refuse_capture(what: &str, device: &CudaDevice) -> Result<()> {
     let status = device.cuda_stream().capture_status().w()?;
     if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
         bail!("{what}: the stream is capturing a CUDA graph, into which only the ops whose names end in _into go; make, set and read buffers before or after")

@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 #[doc(hidden)]
 pub mod ablation;
 mod memory;
-pub(crate) use memory::{alloc, arg, Addresses, DeviceBuffer};
+pub(crate) use memory::{alloc, arg, refuse_capture, Addresses, DeviceBuffer};
 
 mod ptx {
     include!(concat!(env!("OUT_DIR"), "/sampling_ptx.rs"));

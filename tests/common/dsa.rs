@@ -639,6 +639,9 @@ pub fn decode_graphs(name: &str, dtype: DType, device: &Device) -> Result<()> {
             graph.step(&part.narrow(2, 0, 8)?, &mut captured),
             &["hidden states are", "is needed"],
         );
+        // Other index keys behind the same latents.
+        let mut captured = captured.with_fp8_index_keys()?;
+        refused(graph.step(&part, &mut captured), &["not the one"]);
     }
     Ok(())
 }
@@ -728,6 +731,10 @@ pub fn decodes_on_device(device: &Device) -> Result<()> {
         &["the hidden states are", "[2, 64]"],
     );
     refused(
+        layers[0].decode_into(&out, &mut own[0], 0, &mut buffers, &out),
+        &["storage of the hidden states"],
+    );
+    refused(
         DecodeBuffers::new(&layers[0], 0, 1, 40),
         &["at least 1 of each"],
     );
@@ -789,6 +796,29 @@ pub fn layer_refusals(device: &Device) -> Result<()> {
     refused(
         layer.forward(&x.narrow(1, 0, 4)?, &mut other, 0, None),
         &["indexer type differs"],
+    );
+    // Of a model whose indexer or whose RoPE is of another width.
+    let mut config = fixture.config.clone();
+    config.index_head_dim += 8;
+    let mut wide = DsaCache::new(&config, 0, 2, 20, DType::F32, device)?;
+    refused(
+        layer.forward(&x.narrow(1, 0, 4)?, &mut wide, 0, None),
+        &["index keys are F32 with", "numbers a token"],
+    );
+    config.qk_rope_head_dim += 2;
+    let vb = VarBuilder::from_tensors(fixture.tensors.clone(), DType::F32, device);
+    let load = |config: &DsaConfig, rope: &Rope| {
+        DsaAttention::load(config, 0, rope, vb.pp("model.layers.0.self_attn"))
+    };
+    let rope = Rope::new(&config, 8, device)?;
+    refused(
+        load(&fixture.config, &rope),
+        &["RoPE table is of", "are needed"],
+    );
+    config.qk_rope_head_dim = config.index_head_dim + 2;
+    refused(
+        load(&config, &rope),
+        &["qk_rope_head_dim is", "even number"],
     );
     refused(fixture.cache(2, 1, 8), &["layer is 2", "has 2"]);
     refused(fixture.cache(0, 1, 0), &["capacity is 0"]);

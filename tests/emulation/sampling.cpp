@@ -16,6 +16,7 @@ constexpr int kThreads = FORM_THREADS, kCandidates = FORM_CANDIDATES;
 
 struct Case {
   unsigned op, dtype, rows, vocab, row_stride, shift, blocks, staged, joint, capacity, seed;
+  unsigned lowest;  // whether all draws are 0
 };
 
 template <class T>
@@ -47,7 +48,9 @@ static void run(const Case& c) {
   } else if (c.op == 1) {
     std::vector<unsigned> tokens(c.rows, 0x55555555), notes(c.rows, 0x55);
     std::vector<float> log_probs(c.rows, 123.0f);
-    const DrawSource draws = {counters.data(), 2, 1, nullptr, 0, 0};
+    const std::vector<unsigned> bits(c.rows, 0);
+    DrawSource draws = {counters.data(), 2, 1, nullptr, 0, 0};
+    if (c.lowest) draws = {nullptr, 0, 0, bits.data(), 1, 0};
     const SampleOutputs outputs = {tokens.data(), notes.data(), log_probs.data(), nullptr, 0};
     launch([&] { sample<T, C>(request, draws, outputs); });
     emulator::write(tokens), emulator::write(notes), emulator::write(log_probs);

@@ -69,6 +69,8 @@ struct Case {
     blocks: u32,
     /// Whether a cluster gets the shared memory to hold its rows.
     staged: bool,
+    /// Whether all draws are 0.
+    lowest: bool,
     mass: Mass,
     params: Vec<Params>,
     /// Whether all that equals the last of a set is kept with it: by runs of the ablation.
@@ -89,7 +91,7 @@ impl Case {
             k: [0, 0, 0, 1, 2, 20, 50, 95, 96, 97, 128, 129, 300, 3000][rng.random_range(0..14)],
             p: [1.0, 1.0, 0.05, 0.5, 0.9, 0.9, 0.95, 0.999][rng.random_range(0..8)],
             min_p: [0.0, 0.0, 0.0, 0.05][rng.random_range(0..4)],
-            temperature: [0.0, 1.0, 1.0, 0.7, 0.1, 3.0][rng.random_range(0..6)],
+            temperature: [0.0, 1.0, 1.0, 0.7, 0.1, 3.0, 1e-3][rng.random_range(0..7)],
             mass: Mass::Renormalized,
         };
         Self {
@@ -101,6 +103,7 @@ impl Case {
             gap: rng.random_range(0..3),
             blocks: form.clusters[rng.random_range(0..form.clusters.len())],
             staged: form.clusters.len() > 1 && rng.random_range(0..3) > 0,
+            lowest: rng.random_range(0..4) == 0,
             mass: [Mass::Renormalized, Mass::Joint][rng.random_range(0..2)],
             params: (0..2).map(|_| pick(rng)).collect(),
             keeps_equals: false,
@@ -126,6 +129,7 @@ impl Case {
             gap: rng.random_range(0..3),
             blocks: 1,
             staged: false,
+            lowest: false,
             mass: [Mass::Renormalized, Mass::Joint][rng.random_range(0..2)],
             params: (0..2).map(|_| pick(rng)).collect(),
             keeps_equals: run.keeps_equals,
@@ -161,6 +165,11 @@ impl Case {
         let mut flat = vec![];
         for _ in 0..rows {
             let mut row = logits(self.law, self.vocab, rng);
+            // Far from 0, as measured by their spread, or by the temperature.
+            if self.dtype == DType::F32 && rng.random_range(0..5) == 0 {
+                let (by, to) = [(4.0, 1e5), (0.004, 100.0), (1.0, -3e4)][rng.random_range(0..3)];
+                row.iter_mut().for_each(|x| *x = *x * by + to);
+            }
             // What is rare, in one row of eight.
             if rng.random_range(0..8) == 0 {
                 let at = rng.random_range(0..self.vocab);
@@ -193,6 +202,7 @@ impl Case {
             (self.mass == Mass::Joint) as u32,
             number(CAPACITY),
             rng.random(),
+            self.lowest as u32,
         ];
         let mut bytes: Vec<u8> = header.iter().flat_map(|x| x.to_ne_bytes()).collect();
         let params = packed.flatten_all()?.to_vec1::<f32>()?;
@@ -217,6 +227,15 @@ impl Case {
                 let got = emulated.bytes(rows * self.vocab * size_of::<T>(), &what);
                 let at = got.iter().zip(&want).position(|(g, w)| g != w);
                 assert_eq!(at.map(|at| at / size_of::<T>()), None, "{what}: the mask");
+            }
+            Op::Sample if self.lowest => {
+                let masked = mask_rows(&tensor, &packed, self.mass)?;
+                let masked = masked.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+                let tokens = emulated.words(rows, &what);
+                emulated.words(2 * rows, &what);
+                for ((row, token), params) in masked.iter().zip(tokens).zip(&self.params) {
+                    self.check_lowest(row, token, params.temperature, &what);
+                }
             }
             Op::Sample => {
                 let draws = Tensor::from_vec(draws, (rows, 2), &Device::Cpu)?;
@@ -256,6 +275,36 @@ impl Case {
         }
         let counters = emulated.words(4 * rows, &what);
         Ok(counters.chunks(4).map(|row| row[0]).collect())
+    }
+}
+
+impl Case {
+    /// A draw of 0 falls on the first token that has any mass, which may be little.
+    fn check_lowest(&self, masked: &[f32], token: u32, temperature: f32, what: &str) {
+        let most = masked.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        if !most.is_finite() {
+            return;
+        }
+        let kept = masked
+            .iter()
+            .enumerate()
+            .filter(|(_, &x)| x > f32::NEG_INFINITY);
+        for (id, &x) in kept {
+            let exponent = match x == most {
+                true => 0.0,
+                false => (x as f64 - most as f64) / temperature as f64,
+            };
+            // A mass is below one unit from e^-42.97 on.
+            let may = exponent > -43.1;
+            if may && id as u32 == token {
+                return;
+            }
+            assert!(
+                exponent < -42.9,
+                "{what}: token {token}, {id} is before it and has exponent {exponent}"
+            );
+        }
+        panic!("{what}: token {token} has no mass");
     }
 }
 

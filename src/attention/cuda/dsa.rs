@@ -6,7 +6,9 @@ mod device;
 #[path = "dsa/no_cuda.rs"]
 mod device;
 
-pub(in super::super) use device::{advance, everything, keys, product, queries, weights};
+pub(in super::super) use device::{
+    advance, everything, keys, product, queries, refuse_capture, weights,
+};
 #[cfg(feature = "cuda")]
 pub(in super::super) use device::{capture, preload, Graph};
 

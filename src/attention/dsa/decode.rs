@@ -2,8 +2,9 @@
 
 use super::super::{index_topk_into, IndexBuffers, IndexKeys, Positions, Workspace};
 use super::cache::DsaCache;
-use super::step::{advance, At, Memory, FEW};
+use super::step::{advance, refuse_capture, At, Memory, FEW};
 use super::DsaAttention;
+use crate::held::address;
 use crate::selection::{Order, TopK};
 use candle_core::{bail, DType, Device, Result, Tensor};
 
@@ -107,6 +108,7 @@ impl DecodeBuffers {
                 self.most
             )
         }
+        refuse_capture(OP, self.device())?;
         let lengths: Vec<u32> = lengths.iter().map(|&length| length as u32).collect();
         let lengths = Tensor::from_vec(lengths, self.sequences, self.device())?;
         self.lengths.slice_set(&lengths, 0, 0)
@@ -146,8 +148,9 @@ impl DsaAttention {
     ///
     /// # Errors
     /// As [`forward`](Self::forward) but for lengths; for buffers of another number of rows or another
-    /// `index_topk`, with room for more tokens than the cache or the RoPE table; and for an output of
-    /// another shape, dtype or device or in the storage of an operand.
+    /// `index_topk`, with room for more tokens than the cache or the RoPE table; for an output of
+    /// another shape, dtype or device or in the storage of an operand; and for the first step of a shape
+    /// during a capture, as it makes the memory.
     pub fn decode_into(
         &self,
         x: &Tensor,
@@ -173,6 +176,9 @@ impl DsaAttention {
                     self.hidden
                 )
             }
+        }
+        if address(&x.storage_and_layout().0) == address(&out.storage_and_layout().0) {
+            bail!("{OP}: the output lies in the storage of the hidden states, it needs one of its own")
         }
         if out.layout().start_offset() != 0 {
             bail!(
@@ -286,7 +292,7 @@ struct Captured {
     layer: DsaAttention,
     /// The cache's.
     latent: Tensor,
-    _index_keys: Option<[Option<Tensor>; 2]>,
+    index_keys: Option<[Option<Tensor>; 2]>,
 }
 
 impl std::fmt::Debug for DecodeGraph {
@@ -299,6 +305,12 @@ impl std::fmt::Debug for DecodeGraph {
 }
 
 const GRAPH: &str = "DecodeGraph";
+
+/// The index keys and their scales.
+fn index_keys_of(cache: &DsaCache) -> Option<[Option<Tensor>; 2]> {
+    let cached = cache.index_keys.as_ref()?;
+    Some([Some(cached.keys.clone()), cached.scales.clone()])
+}
 
 impl DecodeGraph {
     /// Captures a step of `tokens` tokens of each of `sequences` sequences from `first` on of this cache, which keeps
@@ -342,10 +354,7 @@ impl DecodeGraph {
             },
             layer: layer.clone(),
             latent: cache.latent.clone(),
-            _index_keys: cache
-                .index_keys
-                .as_ref()
-                .map(|cached| [Some(cached.keys.clone()), cached.scales.clone()]),
+            index_keys: index_keys_of(cache),
         };
         Ok(Self {
             first,
@@ -382,7 +391,10 @@ impl DecodeGraph {
                 self.x.device().location()
             )
         }
-        if cache.latent.id() != self.captured.latent.id() {
+        let ids = |keys: Option<[Option<Tensor>; 2]>| keys.map(|of| of.map(|t| t.map(|t| t.id())));
+        if cache.latent.id() != self.captured.latent.id()
+            || ids(index_keys_of(cache)) != ids(self.captured.index_keys.clone())
+        {
             bail!("{GRAPH}: the cache is not the one that the graph was captured with")
         }
         let grown = cache.grown(GRAPH, self.first, &vec![tokens; sequences])?;

@@ -178,17 +178,33 @@ impl DsaAttention {
     /// dtype (F32, F16 or BF16), with fp8 weights multiplied by their `weight_scale_inv`.
     ///
     /// # Errors
-    /// For weights that are missing or of another shape, a layer that the model doesn't have, and an
-    /// `index_topk` above [`MAX_K`](crate::selection::MAX_K).
+    /// For weights that are missing or of another shape, a layer that the model doesn't have, a RoPE table
+    /// of other dimensions or on another device, and an `index_topk` above
+    /// [`MAX_K`](crate::selection::MAX_K).
     pub fn load(config: &DsaConfig, layer: usize, rope: &Rope, vb: VarBuilder) -> Result<Self> {
         let dtype = vb.dtype();
         if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
             bail!("{OP}: the weights are to be {dtype:?}, F32, F16 or BF16 is needed")
         }
+        let rotated = config.qk_rope_head_dim;
+        if rotated % 2 != 0 || rotated > config.index_head_dim {
+            bail!(
+                "{OP}: qk_rope_head_dim is {rotated}, an even number is needed, of at most index_head_dim = {}",
+                config.index_head_dim
+            )
+        }
+        if rope.dim() != rotated || !rope.cos.device().same_device(vb.device()) {
+            bail!(
+                "{OP}: the RoPE table is of {} dimensions on {:?}, {rotated} on {:?} are needed",
+                rope.dim(),
+                rope.cos.device().location(),
+                vb.device().location()
+            )
+        }
         // Refused here, not at the first long sequence.
         TopK::new(config.index_topk).map_err(|e| e.context(OP))?;
         let heads = config.num_attention_heads;
-        let (nope, rotated) = (config.qk_nope_head_dim, config.qk_rope_head_dim);
+        let nope = config.qk_nope_head_dim;
         let (latent, value) = (config.kv_lora_rank, config.v_head_dim);
         let (hidden, rank) = (config.hidden_size, config.q_lora_rank);
         let bias = config.attention_bias;
@@ -487,6 +503,19 @@ impl DsaAttention {
                 own.0,
                 own.1
             )
+        }
+        if let (Some(indexer), Some(cached)) = (&self.indexer, &cache.index_keys) {
+            let (dtype, width) = (cached.keys.dtype(), cached.keys.dims()[2]);
+            let wanted = match &cached.scales {
+                Some(_) => DType::F8E4M3,
+                None => x.dtype(),
+            };
+            if (dtype, width) != (wanted, indexer.dim) {
+                bail!(
+                    "{OP}: the cache's index keys are {dtype:?} with {width} numbers a token, {wanted:?} with {} is needed",
+                    indexer.dim
+                )
+            }
         }
         if !x.device().same_device(cache.latent.device()) {
             bail!(

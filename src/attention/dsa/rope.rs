@@ -51,6 +51,10 @@ impl Rope {
         })
     }
 
+    pub(super) fn dim(&self) -> usize {
+        self.dim
+    }
+
     /// How many positions the table has.
     pub fn positions(&self) -> usize {
         self.cos.dims()[0]

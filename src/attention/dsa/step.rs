@@ -1,6 +1,7 @@
 //! The layer on a CUDA device: few launches, into memory that is new or kept.
 
 use super::super::cuda::dsa as device;
+pub(super) use super::super::cuda::dsa::refuse_capture;
 use super::super::parts::{write_to, write_to_all, Held};
 use super::super::{KeyValues, Positions, SparseAttention, Values, Visible, Workspace};
 use super::cache::DsaCache;
@@ -45,6 +46,10 @@ impl Memory {
         };
         if let Some((_, tensor)) = self.kept.iter().flatten().find(fits) {
             return Ok(tensor.clone());
+        }
+        // A graph would own what it allocates.
+        if self.kept.is_some() {
+            refuse_capture("DsaAttention::decode_into", &self.device)?;
         }
         // SAFETY: it is the caller's promise.
         let tensor = unsafe { Tensor::empty(dims, dtype, &self.device)? };

@@ -11,10 +11,15 @@ use candle_core::cuda_backend::cudarc::driver::sys::{
 };
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, DeviceRepr};
 use candle_core::cuda_backend::{gemm_reduced_precision_f32, CudaStorageSlice, WrapErr};
-use candle_core::{bail, CudaDevice, CudaStorage, DType, Error, Result};
+use candle_core::{bail, CudaDevice, CudaStorage, DType, Device, Error, Result};
 use std::ffi::c_int;
 
 const OP: &str = "DsaAttention";
+
+/// What allocates or uploads is not to be captured.
+pub(in super::super::super) fn refuse_capture(op: &'static str, device: &Device) -> Result<()> {
+    crate::cuda::refuse_capture(op, device.as_cuda_device()?)
+}
 
 /// Threads of every kernel here: `kThreads` in `kernels/attention/dsa.cuh`.
 const THREADS: u32 = 256;

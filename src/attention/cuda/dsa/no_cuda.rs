@@ -2,10 +2,14 @@
 
 use super::super::super::parts::Part;
 use super::{Cache, Keys, Product, Queries};
-use candle_core::{bail, CudaStorage, Result};
+use candle_core::{bail, CudaStorage, Device, Result};
 
 fn missing<T>() -> Result<T> {
     bail!("DsaAttention: the tensors are on a CUDA device, but candle-topk was built without its feature `cuda`; build with it, or move them with to_device")
+}
+
+pub(in super::super::super) fn refuse_capture(_: &str, _: &Device) -> Result<()> {
+    missing()
 }
 
 pub(in super::super::super) fn product(
