@@ -133,7 +133,6 @@ __device__ inline void gather_part(const T* keys, const T* somewhere, int64_t at
       uint32_t place = to + row * 128 + ((piece ^ (row & 7)) << 4);
       fetch_singly<kPart, kTiles>(place, reinterpret_cast<const uint16_t*>(keys + offset), offset >= 0);
     }
-    fence_async();
   }
 }
 
@@ -169,10 +168,10 @@ __device__ void gather(const Request& r, uint32_t base, Rest& rest, int half, in
         barrier_arrive(shared_address(&rest.known[kWhich]));
       }
       gather_part<T, M::part(kWhich, kFirst), M::kTiles>(keys, somewhere, at, to, aligned, policy, lane);
-      barrier_arrive_after_copies(shared_address(&rest.ready[kWhich][kFirst]));
+      barrier_arrive_after_fetching(shared_address(&rest.ready[kWhich][kFirst]), aligned);
       barrier_wait(shared_address(&rest.free[kWhich][kSecond]), parity);
       gather_part<T, M::part(kWhich, kSecond), M::kTiles>(keys, somewhere, at, to, aligned, policy, lane);
-      barrier_arrive_after_copies(shared_address(&rest.ready[kWhich][kSecond]));
+      barrier_arrive_after_fetching(shared_address(&rest.ready[kWhich][kSecond]), aligned);
       parity ^= 1;
     }
   }

@@ -128,14 +128,11 @@ __device__ void gather(const Request& r, const Share& share, int64_t at, uint32_
       for (int t = 0; t < kTiles; t++) fetch_piece(to + t * kTile, from + 64 * t, offset >= 0, false);
     }
   }
-  if (!aligned) fence_async();
   if (lane == 0) {
     rest.exists[warp] = static_cast<uint16_t>(exists);
     barrier_arrive(shared_address(&rest.ready));
   }
-  // What was stored, an arrival publishes; what is copied, the end of the copies.
-  if (aligned) barrier_arrive_after_copies(shared_address(&rest.ready));
-  else barrier_arrive(shared_address(&rest.ready));
+  barrier_arrive_after_fetching(shared_address(&rest.ready), aligned);
   __syncwarp();
   cluster_wait();
 
@@ -460,12 +457,7 @@ __device__ void run(const Request& r) {
       fetch_piece(to + t * kTile + ((threadIdx.x % 2 * 4 + i ^ (head & 7)) << 4), from + t * 64 + 8 * i, exists,
                   aligned);
   }
-  if (aligned) {
-    barrier_arrive_after_copies(shared_address(&rest.ready));
-  } else {
-    fence_async();
-    barrier_arrive(shared_address(&rest.ready));
-  }
+  barrier_arrive_after_fetching(shared_address(&rest.ready), aligned);
   attend<T, kKeyDim>(r, share, base, rest, threadIdx.x);
 }
 

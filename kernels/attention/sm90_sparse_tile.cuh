@@ -262,7 +262,6 @@ __device__ __noinline__ uint32_t gather_singly(const Request& r, const Pass& pas
     uint32_t votes = __ballot_sync(~0u, at >= 0);
     exists |= ((votes & 1) | (votes >> 7 & 2) | (votes >> 14 & 4) | (votes >> 21 & 8)) << 4 * i;
   }
-  if ((r.aligned & 6) != 6) fence_async();
   return exists;
 }
 
@@ -319,7 +318,7 @@ __device__ void gather(const Request& r, uint32_t base, Rest& rest, const Tile& 
           reinterpret_cast<uint16_t*>(&rest.exists[stage])[own_warp] = static_cast<uint16_t>(exists);
           barrier_arrive(shared_address(&rest.full[stage]));
         }
-        barrier_arrive_after_copies(shared_address(&rest.full[stage]));
+        barrier_arrive_after_fetching(shared_address(&rest.full[stage]), (r.aligned & 6) == 6);
         if (++stage == M::kStages) {
           stage = 0;
           parity ^= 1;

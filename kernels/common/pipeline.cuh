@@ -53,6 +53,16 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
+// The same, where some of it this thread may have stored itself: an arrival publishes what was stored before it, the
+// end of copies only what they copied.
+__device__ __forceinline__ void barrier_arrive_after_fetching(uint32_t barrier, bool copied) {
+  if (copied) {
+    barrier_arrive_after_copies(barrier);
+  } else {
+    asm volatile("cp.async.wait_all;\nfence.proxy.async.shared::cta;" ::: "memory");
+    barrier_arrive(barrier);
+  }
+}
 // Until a phase of this parity has ended. The phase before the first has parity 1.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
