@@ -47,7 +47,8 @@
 //!   row that sees nothing gives 0, and an lse of -inf.
 //! * **Exact and deterministic.** Selection is exact on the scores as computed, lowest positions
 //!   first among equals; a row's result is a function of its own operands, the same on every run, in
-//!   any batch, in any form of the cache.
+//!   any batch, in any form of the cache; but for sums below 2^-126, which become 0 where segments are
+//!   merged, and stay where a row has one.
 //! * **No allocation** in the forms whose names end in `_into`, where bounds are tensors already: a
 //!   CUDA graph can hold them. Lengths, bounds, tables and positions are read on the device.
 //! * **Layouts.** Strides and offsets are free; last dimensions must be dense. Offsets are of 64
