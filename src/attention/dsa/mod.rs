@@ -187,7 +187,7 @@ impl DsaAttention {
             bail!("{OP}: the weights are to be {dtype:?}, F32, F16 or BF16 is needed")
         }
         let rotated = config.qk_rope_head_dim;
-        if rotated % 2 != 0 || rotated > config.index_head_dim {
+        if !rotated.is_multiple_of(2) || rotated > config.index_head_dim {
             bail!(
                 "{OP}: qk_rope_head_dim is {rotated}, an even number is needed, of at most index_head_dim = {}",
                 config.index_head_dim
