@@ -28,7 +28,8 @@
 // A team's members pass over a slice of the row each; gathered elements are exchanged once, and what
 // is on chip every member works through by itself, without a word to the others.
 //
-// Weights and sums of weights that decide are integers (softmax.cuh): no order of arrival shows.
+// Weights and sums of weights that decide are integers (softmax.cuh), or sums in f64 of multiples of so large a number
+// that they are exact: no order of arrival shows.
 #pragma once
 
 #include "../common/order.cuh"
@@ -135,7 +136,7 @@ __device__ __forceinline__ double rounded(u64 mass) { return __ull2double_rn(mas
 // decided beyond this; where sums are closer, by exact ones.
 constexpr double kRounding = 0x1p-27;
 
-// The exact masses of the ranked, where the found were. By the whole block.
+// The exact masses of the ranked, in the places of the orders of the found, which have served. By the whole block.
 static __device__ __noinline__ void make_exact(Top* top, unsigned count, const Softmax softmax) {
   __syncthreads();
 #pragma unroll 1
@@ -1343,7 +1344,8 @@ struct Kept {
   // reference. Not known where there is no bound.
   //
   // The pass's weights are 2^(x scale - origin) with one rounding of the exponent, whatever the product
-  // that the origin is rounded from: it is the same number here.
+  // that the origin is rounded from: it is the same number here. A thread's sum that has another origin is brought
+  // to this one.
   //
   // In units of the last place (2^-24), relative: an exponent of the f32 sum is off by at most 4 times
   // itself, one of the exact weights by 2. None in the rest is above 0, so the weights times their

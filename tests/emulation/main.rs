@@ -14,6 +14,9 @@
 mod common;
 mod sampling;
 mod selection;
+#[allow(dead_code)] // The weights alone are used here.
+#[path = "../../src/sampling/softmax.rs"]
+mod softmax;
 
 use candle_core::Result;
 use std::io::{Read, Write};

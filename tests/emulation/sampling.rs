@@ -1,6 +1,7 @@
 //! Sampling, in each form of its kernels, against the CPU backend.
 
 use super::common::{logits, rng, Float, Law, Params, LAWS};
+use super::softmax::Softmax;
 use super::Emulated;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_topk::sampling::{
@@ -180,6 +181,18 @@ impl Case {
             }
             flat.extend(row.into_iter().map(T::round));
         }
+        self.check_rows(flat, rng, emulated, &what)
+    }
+
+    /// The same of these rows, one after the other.
+    fn check_rows<T: Float>(
+        &self,
+        flat: Vec<T>,
+        rng: &mut StdRng,
+        emulated: &mut Emulated,
+        what: &str,
+    ) -> Result<Vec<u32>> {
+        let rows = self.params.len();
         let tensor = Tensor::from_vec(flat.clone(), (rows, self.vocab), &Device::Cpu)?;
         let truncations: Vec<Truncation> = self.params.iter().map(Params::truncation).collect();
         let packed = Truncation::rows(&truncations, &Device::Cpu)?;
@@ -212,7 +225,7 @@ impl Case {
             bytes.extend(row.iter().flat_map(|x| x.bytes()));
             bytes.extend((0..self.gap).flat_map(|_| T::round(f32::NAN).bytes()));
         }
-        emulated.say(&bytes, &what);
+        emulated.say(&bytes, what);
         let packed = match self.keeps_equals {
             true => self.with_equals(&tensor, &packed)?,
             false => packed,
@@ -224,17 +237,17 @@ impl Case {
                     .flatten_all()?
                     .to_vec1::<T>()?;
                 let want: Vec<u8> = want.into_iter().flat_map(T::bytes).collect();
-                let got = emulated.bytes(rows * self.vocab * size_of::<T>(), &what);
+                let got = emulated.bytes(rows * self.vocab * size_of::<T>(), what);
                 let at = got.iter().zip(&want).position(|(g, w)| g != w);
                 assert_eq!(at.map(|at| at / size_of::<T>()), None, "{what}: the mask");
             }
             Op::Sample if self.lowest => {
                 let masked = mask_rows(&tensor, &packed, self.mass)?;
                 let masked = masked.to_dtype(DType::F32)?.to_vec2::<f32>()?;
-                let tokens = emulated.words(rows, &what);
-                emulated.words(2 * rows, &what);
+                let tokens = emulated.words(rows, what);
+                emulated.words(2 * rows, what);
                 for ((row, token), params) in masked.iter().zip(tokens).zip(&self.params) {
-                    self.check_lowest(row, token, params.temperature, &what);
+                    self.check_lowest(row, token, params.temperature, what);
                 }
             }
             Op::Sample => {
@@ -242,7 +255,7 @@ impl Case {
                 let (tokens, log_probs) =
                     sample_rows_with_log_probs(&tensor, &draws, &packed, self.mass)?;
                 assert_eq!(
-                    emulated.words(rows, &what),
+                    emulated.words(rows, what),
                     tokens.to_vec1::<u32>()?,
                     "{what}: tokens"
                 );
@@ -251,11 +264,11 @@ impl Case {
                     any(f32::is_nan) | any(|x| x == f32::INFINITY) << 1
                 });
                 assert_eq!(
-                    emulated.words(rows, &what),
+                    emulated.words(rows, what),
                     notes.collect::<Vec<_>>(),
                     "{what}: notes"
                 );
-                check_log_probs(&emulated.words(rows, &what), &log_probs, &what)?;
+                check_log_probs(&emulated.words(rows, what), &log_probs, what)?;
             }
             Op::Candidates => {
                 let Candidates {
@@ -264,16 +277,16 @@ impl Case {
                     counts,
                 } = candidates_rows(&tensor, &packed, self.mass, CAPACITY)?;
                 assert_eq!(
-                    emulated.words(rows, &what),
+                    emulated.words(rows, what),
                     counts.to_vec1::<u32>()?,
                     "{what}: counts"
                 );
                 let ids = ids.flatten_all()?.to_vec1::<u32>()?;
-                assert_eq!(emulated.words(rows * CAPACITY, &what), ids, "{what}: ids");
-                check_log_probs(&emulated.words(rows * CAPACITY, &what), &log_probs, &what)?;
+                assert_eq!(emulated.words(rows * CAPACITY, what), ids, "{what}: ids");
+                check_log_probs(&emulated.words(rows * CAPACITY, what), &log_probs, what)?;
             }
         }
-        let counters = emulated.words(4 * rows, &what);
+        let counters = emulated.words(4 * rows, what);
         Ok(counters.chunks(4).map(|row| row[0]).collect())
     }
 }
@@ -360,6 +373,66 @@ fn a_wide_block_a_row() -> Result<()> {
 #[test]
 fn a_cluster_a_row() -> Result<()> {
     random_launches(&CLUSTER, 150, ALL)
+}
+
+/// A logit between -43 and 0 of the greatest mass that is at most this, in a row whose greatest is 0.
+fn logit_of(mass: u128) -> f32 {
+    let softmax = Softmax::new(0.0, 1.0);
+    let (mut from, mut to) = (0, 43f32.to_bits());
+    while from < to {
+        let middle = (from + to) / 2;
+        match softmax.mass(-f32::from_bits(middle)) as u128 <= mass {
+            true => to = middle,
+            false => from = middle + 1,
+        }
+    }
+    -f32::from_bits(from)
+}
+
+/// The members of a cluster have the elements in orders of their own. The nucleus ends so close to the first that
+/// sums which an order could change would send some of them for the exact one, and some not.
+#[test]
+fn members_decide_alike() -> Result<()> {
+    const VOCAB: usize = 20_000;
+    let softmax = Softmax::new(0.0, 1.0);
+    let mut emulated = CLUSTER.start()?;
+    let rng = &mut rng(7);
+    for i in 0..24 {
+        // Where a doubt of 2^-44 begins, and one of 2^-27.
+        let (at, spread) = [(1i64 << 20, 1i64 << 12), (1 << 36, 1 << 23)][i % 2];
+        let short = at + rng.random_range(-spread..spread);
+        let mut kept = vec![0f32];
+        kept.extend((0..105).map(|_| rng.random_range(-36.3f32..-35.6)));
+        let mass = |x: &f32| softmax.mass(*x) as u128;
+        let mut rest = 2 * mass(&0.0) - short as u128 - kept.iter().map(mass).sum::<u128>();
+        while kept.len() < 120 && mass(&logit_of(rest)) > 0 {
+            kept.push(logit_of(rest));
+            rest -= mass(&logit_of(rest));
+        }
+        let mut row = vec![-200f32; VOCAB];
+        (330..VOCAB).step_by(70).for_each(|at| row[at] = -80.0);
+        let places = rand::seq::index::sample(rng, 300, kept.len());
+        places.iter().zip(&kept).for_each(|(at, &x)| row[at] = x);
+        let case = Case {
+            op: Op::Mask,
+            dtype: DType::F32,
+            law: LAWS[0],
+            vocab: VOCAB,
+            shift: 0,
+            gap: 0,
+            blocks: 8,
+            staged: true,
+            lowest: false,
+            mass: Mass::Renormalized,
+            params: vec![Params {
+                p: 0.5,
+                ..Params::NONE
+            }],
+            keeps_equals: false,
+        };
+        case.check_rows(row, rng, &mut emulated, &format!("short by {short}"))?;
+    }
+    emulated.end()
 }
 
 /// A run of the ablation: the name of its .cu file.
