@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "accumulators.cuh"
+
 // e4m3, as stored.
 struct fp8 {
   uint8_t bits;
@@ -80,20 +82,15 @@ __device__ __forceinline__ void products_wait(float (&c)[kRegisters]) {
 // c = a b, or c += a b where `sum`, for a of 64 rows and b of 64 or 128 columns, over 32 bytes of each.
 // c[4 j + i] is row lane / 4 + 8 (i / 2) of the warp's 16 and column 8 j + 2 (lane % 4) + i % 2, as it is
 // in multiply_16x8.
-#define MULTIPLY_64X64(kind, depth, transposed)                                                               \
-  asm volatile(                                                                                               \
-      "{\n.reg .pred sum;\nsetp.ne.b32 sum, %34, 0;\n"                                                        \
-      "wgmma.mma_async.sync.aligned.m64n64k" depth ".f32." kind "." kind " {"                                 \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                     \
-      "%32, %33, sum, 1, 1" transposed ";\n}"                                                                 \
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]),                               \
-        "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]),                             \
-        "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]),                         \
-        "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),                         \
-        "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]),                         \
-        "+f"(c[30]), "+f"(c[31])                                                                              \
+#define MULTIPLY_64(columns, registers, a_at, b_at, sum_at, kind, depth, transposed)                                  \
+  asm volatile(                                                                                                       \
+      "{\n.reg .pred sum;\nsetp.ne.b32 sum, %" sum_at ", 0;\n"                                                        \
+      "wgmma.mma_async.sync.aligned.m64n" columns "k" depth ".f32." kind "." kind " {"                                \
+      NAMES_##registers "}, %" a_at ", %" b_at ", sum, 1, 1" transposed ";\n}"                                        \
+      : ACCUMULATORS_##registers(c, 0)                                                                                \
       : "l"(a), "l"(b), "r"(int(sum)))
+#define MULTIPLY_64X64(kind, depth, transposed) MULTIPLY_64("64", 32, "32", "33", "34", kind, depth, transposed)
+#define MULTIPLY_64X128(kind, depth, transposed) MULTIPLY_64("128", 64, "64", "65", "66", kind, depth, transposed)
 
 template <class T>
 __device__ __forceinline__ void multiply_64(float (&c)[32], uint64_t a, uint64_t b, bool sum) {
@@ -104,29 +101,6 @@ __device__ __forceinline__ void multiply_64(float (&c)[32], uint64_t a, uint64_t
   else
     MULTIPLY_64X64("e4m3", "32", "");
 }
-#undef MULTIPLY_64X64
-
-#define MULTIPLY_64X128(kind, depth, transposed)                                                              \
-  asm volatile(                                                                                               \
-      "{\n.reg .pred sum;\nsetp.ne.b32 sum, %66, 0;\n"                                                        \
-      "wgmma.mma_async.sync.aligned.m64n128k" depth ".f32." kind "." kind " {"                                \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                      \
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                      \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                     \
-      "%64, %65, sum, 1, 1" transposed ";\n}"                                                                 \
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]),                               \
-        "+f"(c[6]), "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]),                             \
-        "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]),                         \
-        "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),                         \
-        "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]),                         \
-        "+f"(c[30]), "+f"(c[31]), "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]),                         \
-        "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]), "+f"(c[40]), "+f"(c[41]),                         \
-        "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]),                         \
-        "+f"(c[48]), "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]),                         \
-        "+f"(c[54]), "+f"(c[55]), "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]),                         \
-        "+f"(c[60]), "+f"(c[61]), "+f"(c[62]), "+f"(c[63])                                                    \
-      : "l"(a), "l"(b), "r"(int(sum)))
 
 template <class T>
 __device__ __forceinline__ void multiply_64(float (&c)[64], uint64_t a, uint64_t b, bool sum) {
@@ -137,5 +111,7 @@ __device__ __forceinline__ void multiply_64(float (&c)[64], uint64_t a, uint64_t
   else
     MULTIPLY_64X128("e4m3", "32", "");
 }
+#undef MULTIPLY_64X64
 #undef MULTIPLY_64X128
+#undef MULTIPLY_64
 #endif
