@@ -88,10 +88,7 @@ template <uint32_t kPart, int kTiles>
 __device__ inline void fetch_singly(uint32_t to, const uint16_t* from, bool exists) {
   for (int t = 0; t < kTiles; t++) {
     if (!(kPart >> t & 1)) continue;
-    uint32_t x[4] = {};
-    if (exists)
-      for (int i = 0; i < 4; i++) x[i] = from[t * 64 + 2 * i] | uint32_t(from[t * 64 + 2 * i + 1]) << 16;
-    put_16(to + t * kTile, make_uint4(x[0], x[1], x[2], x[3]));
+    put_16(to + t * kTile, load_singly(from + t * 64, exists));
   }
 }
 
@@ -400,16 +397,10 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
 #pragma unroll
       for (int i = 0; i < 32; i++) s[i] *= r.scale;
       mask(s, exists, lane);
-      // Of each row in two parts, which don't wait for each other.
-      float most[4] = {s[0], s[1], s[2], s[3]};
+      float most[4];
+      greatest_scores(s, most);
 #pragma unroll
-      for (int i = 4; i < 32; i++) most[i % 4] = greater(most[i % 4], s[i]);
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        both[i] = greater(most[2 * i], most[2 * i + 1]);
-        both[i] = greater(both[i], __shfl_xor_sync(~0u, both[i], 1));
-        both[i] = greater(both[i], __shfl_xor_sync(~0u, both[i], 2));
-      }
+      for (int i = 0; i < 2; i++) both[i] = greatest_of_row(greater(most[2 * i], most[2 * i + 1]));
       if (kOdd) meet(kEvenMax);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
@@ -438,14 +429,9 @@ __device__ void attend(const Request& r, uint32_t base, Rest& rest, int tid) {
       bool few[2] = {false, false};
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        float more = added[2 * i] + added[2 * i + 1];
-        more += __shfl_xor_sync(~0u, more, 1);
-        more += __shfl_xor_sync(~0u, more, 2);
-        sum[i] = __fmaf_rn(sum[i], scale[i], more);
+        sum[i] = __fmaf_rn(sum[i], scale[i], sum_of_row(added[2 * i] + added[2 * i + 1]));
         if constexpr (kTerms == 2) {
-          more = squared[2 * i] + squared[2 * i + 1];
-          more += __shfl_xor_sync(~0u, more, 1);
-          more += __shfl_xor_sync(~0u, more, 2);
+          float more = sum_of_row(squared[2 * i] + squared[2 * i + 1]);
           squares[i] = __fmaf_rn(squares[i], scale[i] * scale[i], more);
           few[i] = !are_many(sum[i], squares[i]);
         }

@@ -88,10 +88,7 @@ __device__ inline void fetch_piece(uint32_t to, const uint16_t* from, bool exist
   if (aligned) {
     copy_async<0, 0>(to, from, exists);
   } else {
-    uint32_t x[4] = {};
-    if (exists)
-      for (int i = 0; i < 4; i++) x[i] = from[2 * i] | uint32_t(from[2 * i + 1]) << 16;
-    put_16(to, make_uint4(x[0], x[1], x[2], x[3]));
+    put_16(to, load_singly(from, exists));
   }
 }
 
@@ -180,16 +177,13 @@ __device__ void attend(const Request& r, const Share& share, uint32_t base, Rest
 #pragma unroll
   for (int i = 0; i < 32; i++) s[i] *= r.scale;
   mask(s, exists, lane);
-  float most[4] = {s[0], s[1], s[2], s[3]};
-#pragma unroll
-  for (int i = 4; i < 32; i++) most[i % 4] = greater(most[i % 4], s[i]);
+  float most[4];
+  greatest_scores(s, most);
   __syncwarp();
   cluster_wait();
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    float x = greater(most[2 * i], most[2 * i + 1]);
-    x = greater(x, __shfl_xor_sync(~0u, x, 1));
-    x = greater(x, __shfl_xor_sync(~0u, x, 2));
+    float x = greatest_of_row(greater(most[2 * i], most[2 * i + 1]));
 #pragma unroll
     for (int j = 0; j < 2; j++)
       send(of_member(shared_address(&rest.max[rank][row + 8 * i]), lane % 4 + 4 * j),
@@ -222,12 +216,8 @@ __device__ void attend(const Request& r, const Share& share, uint32_t base, Rest
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      float2 more = make_float2(added[2 * i] + added[2 * i + 1], squared[2 * i] + squared[2 * i + 1]);
-#pragma unroll
-      for (int lanes = 1; lanes <= 2; lanes *= 2) {
-        more.x += __shfl_xor_sync(~0u, more.x, lanes);
-        more.y += __shfl_xor_sync(~0u, more.y, lanes);
-      }
+      float2 more = make_float2(sum_of_row(added[2 * i] + added[2 * i + 1]),
+                                sum_of_row(squared[2 * i] + squared[2 * i + 1]));
 #pragma unroll
       for (int j = 0; j < 2; j++)
         send(of_member(shared_address(&rest.sum[rank][row + 8 * i]), lane % 4 + 4 * j),

@@ -69,12 +69,7 @@ __device__ inline void fetch(uint32_t to, const uint16_t* from, bool exists, boo
     if constexpr (kTiles > 1) copy_async<kTile, 128>(to, from, exists);
     return;
   }
-  for (int t = 0; t < kTiles; t++) {
-    uint32_t x[4] = {};
-    if (exists)
-      for (int i = 0; i < 4; i++) x[i] = from[t * 64 + 2 * i] | uint32_t(from[t * 64 + 2 * i + 1]) << 16;
-    put_16(to + t * kTile, make_uint4(x[0], x[1], x[2], x[3]));
-  }
+  for (int t = 0; t < kTiles; t++) put_16(to + t * kTile, load_singly(from + t * 64, exists));
 }
 
 // What all lanes have, so that the compiler knows.
@@ -492,18 +487,13 @@ __device__ inline void attend(const Request& r, uint32_t base, Rest& rest, const
           for (int i = 0; i < 32; i++)
             if (!(own_columns[i / 2 % 2] >> (8 * (i / 4) + i % 2) & 1)) s[i] = minus_infinity();
         }
-        // Of each row in two parts, which don't wait for each other.
-        float most[4] = {s[0], s[1], s[2], s[3]};
-#pragma unroll
-        for (int i = 4; i < 32; i++) most[i % 4] = greater(most[i % 4], s[i]);
+        float most[4];
+        greatest_scores(s, most);
         float scale[2], against[2], added[4] = {0.f, 0.f, 0.f, 0.f}, squared[4] = {0.f, 0.f, 0.f, 0.f};
         bool few[2] = {false, false};
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          float x = greater(most[2 * i], most[2 * i + 1]);
-          x = greater(x, __shfl_xor_sync(~0u, x, 1));
-          x = greater(x, __shfl_xor_sync(~0u, x, 2)) * r.scale;
-          float now = follow(max[i], x);
+          float now = follow(max[i], greatest_of_row(greater(most[2 * i], most[2 * i + 1])) * r.scale);
           scale[i] = moved(max[i], now);
           max[i] = now;
           against[i] = -reference(max[i]);
@@ -521,14 +511,9 @@ __device__ inline void attend(const Request& r, uint32_t base, Rest& rest, const
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          float more = added[2 * i] + added[2 * i + 1];
-          more += __shfl_xor_sync(~0u, more, 1);
-          more += __shfl_xor_sync(~0u, more, 2);
-          sum[i] = __fmaf_rn(sum[i], scale[i], more);
+          sum[i] = __fmaf_rn(sum[i], scale[i], sum_of_row(added[2 * i] + added[2 * i + 1]));
           if constexpr (kTerms == 2) {
-            more = squared[2 * i] + squared[2 * i + 1];
-            more += __shfl_xor_sync(~0u, more, 1);
-            more += __shfl_xor_sync(~0u, more, 2);
+            float more = sum_of_row(squared[2 * i] + squared[2 * i + 1]);
             squares[i] = __fmaf_rn(squares[i], scale[i] * scale[i], more);
             few[i] = seen[i] != 0 && !are_many(sum[i], squares[i]);
           }

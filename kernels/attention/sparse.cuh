@@ -314,6 +314,32 @@ __device__ inline void copy_async(uint32_t to, const void* from, bool exists) {
       : "memory");
 }
 
+// Eight numbers that need not lie at a multiple of 16 bytes, or zeros.
+__device__ inline uint4 load_singly(const uint16_t* from, bool exists) {
+  uint32_t x[4] = {};
+  if (exists)
+    for (int i = 0; i < 4; i++) x[i] = from[2 * i] | uint32_t(from[2 * i + 1]) << 16;
+  return make_uint4(x[0], x[1], x[2], x[3]);
+}
+
+// Over the four lanes that have a row of a product.
+__device__ inline float greatest_of_row(float x) {
+  x = greater(x, __shfl_xor_sync(~0u, x, 1));
+  return greater(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ inline float sum_of_row(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  x += __shfl_xor_sync(~0u, x, 2);
+  return x;
+}
+// A thread's greatest scores, of each of its two rows in two parts, which don't wait for each other.
+__device__ inline void greatest_scores(const float (&s)[32], float (&most)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) most[i] = s[i];
+#pragma unroll
+  for (int i = 4; i < 32; i++) most[i % 4] = greater(most[i % 4], s[i]);
+}
+
 // A part in memory: the values of `slot_heads` heads, then their greatest scores, then their sums.
 __device__ inline int64_t slot_floats(const Request& r) { return int64_t(r.slot_heads) * (r.slot_columns + 2); }
 

@@ -220,8 +220,7 @@ __device__ void attend_mma(const Request& r) {
         }
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        both[i] = greater(both[i], __shfl_xor_sync(~0u, both[i], 1));
-        both[i] = greater(both[i], __shfl_xor_sync(~0u, both[i], 2));
+        both[i] = greatest_of_row(both[i]);
         if (lane % 4 == 0) most[(row + 8 * i) * 4 + part] = both[i];
       }
       __syncthreads();
@@ -283,8 +282,7 @@ __device__ void attend_mma(const Request& r) {
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        weight[i] += __shfl_xor_sync(~0u, weight[i], 1);
-        weight[i] += __shfl_xor_sync(~0u, weight[i], 2);
+        weight[i] = sum_of_row(weight[i]);
         if (lane % 4 == 0) most[(row + 8 * i) * 4 + part] = weight[i];
       }
       __syncthreads();
