@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-// `Ints` in src/attention/cuda/indexer/device.rs.
+// `Ints` in src/attention/cuda/ints.rs.
 struct Ints {
   uint64_t at;
   int64_t strides[2];  // in elements

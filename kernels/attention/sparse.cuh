@@ -16,20 +16,9 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "ints.cuh"
+
 namespace sparse {
-
-// Integers of one or two dimensions on the device.
-struct Ints {
-  const void* at;
-  int64_t strides[2];
-  int64_t kind;  // 0: there are none; 1: I32; 2: I64; 3: U32, read as I32
-
-  __device__ int64_t get(int64_t row, int64_t column = 0) const {
-    int64_t i = row * strides[0] + column * strides[1];
-    if (kind == 2) return static_cast<const int64_t*>(at)[i];
-    return static_cast<const int32_t*>(at)[i];
-  }
-};
 
 // Keys or values: strides in elements.
 struct Vectors {
@@ -199,13 +188,13 @@ struct Finder {
 
   __device__ Finder(const Request& r, int64_t row, int kv_head) {
     list = r.positions + row * r.list_row + kv_head * r.list_head;
-    sequence = r.sequences.kind ? r.sequences.get(row) : row / r.rows_each;
+    sequence = r.sequences.present() ? r.sequences.get(row) : row / r.rows_each;
     start = 0;
     end = r.length;
-    if (r.starts.kind) start = min(max(r.starts.get(row), int64_t(0)), r.length);
-    if (r.ends.kind) end = min(max(r.ends.get(row), int64_t(0)), r.length);
+    if (r.starts.present()) start = min(max(r.starts.get(row), int64_t(0)), r.length);
+    if (r.ends.present()) end = min(max(r.ends.get(row), int64_t(0)), r.length);
     int64_t entries = r.width;
-    if (r.counts.kind) entries = min(max(r.counts.get(row), int64_t(0)), entries);
+    if (r.counts.present()) entries = min(max(r.counts.get(row), int64_t(0)), entries);
     if (sequence < 0 || sequence >= r.sequence_count || end <= start) entries = 0;
     keys = entries << r.block_shift;
   }

@@ -1,8 +1,8 @@
 //! Where keys lie, and which of them a row of queries sees.
 
 use super::parts::{
-    check_dense, check_device, check_ints, check_size, shown, write_to, write_to_both, Backend,
-    Held, Ints, Output, Part,
+    check_dense, check_device, check_ints, check_size, shown, write_to_all, Backend, Held, Ints,
+    Part,
 };
 use super::{cuda, no_metal};
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor};
@@ -496,27 +496,23 @@ impl Request<'_> {
         let all: Vec<&Held> = held.iter().flatten().collect();
         let on_cpu = matches!(all[0].storage(), Storage::Cpu(_));
         let offset = |tensor: &Tensor| tensor.layout().start_offset();
-        let write = |starts_to: Option<(Output, usize)>, mut ends_to: Output| {
+        let outputs: Vec<&Tensor> = starts.into_iter().chain([ends]).collect();
+        write_to_all(BOUNDS, &outputs, &all, |locked| {
+            let (ends_to, starts_to) = locked.split_last_mut().expect("ends are asked for");
+            let starts_to = starts_to.first_mut().zip(starts.map(offset));
             if on_cpu {
                 let (from, to) = bounds(&self.lengths(&held), rows)?;
                 ends_to.i64()[offset(ends)..][..rows].copy_from_slice(&to);
-                if let (Some((mut output, at)), Some(from)) = (starts_to, from) {
+                if let (Some((output, at)), Some(from)) = (starts_to, from) {
                     output.i64()[at..][..rows].copy_from_slice(&from);
                 }
                 Ok(())
             } else {
-                let mut starts_to = starts_to;
-                let starts = starts_to.as_mut().map(|(output, at)| (output.cuda(), *at));
+                let starts = starts_to.map(|(output, at)| (output.cuda(), at));
                 let ends = (ends_to.cuda(), offset(ends));
                 cuda::bounds_into(&self.lengths(&held), rows, starts, ends)
             }
-        };
-        match starts {
-            None => write_to(BOUNDS, ends, &all, |ends| write(None, ends)),
-            Some(tensor) => write_to_both(BOUNDS, [tensor, ends], &all, |starts, ends| {
-                write(Some((starts, offset(tensor))), ends)
-            }),
-        }
+        })
     }
 
     fn lengths<'a, S: Backend>(&self, held: &'a [Option<Held>; 3]) -> Lengths<'a, S> {

@@ -164,58 +164,46 @@ pub(crate) fn write_to(
     })
 }
 
-/// Writes to two tensors.
-pub(crate) fn write_to_both(
-    op: &'static str,
-    [first, second]: [&Tensor; 2],
-    held: &[&Held],
-    write: impl FnOnce(Output, Output) -> Result<()>,
-) -> Result<()> {
-    let addresses = [first, second].map(|tensor| address(&tensor.storage_and_layout().0));
-    if addresses[0] == addresses[1] {
-        bail!("{op}: both outputs lie in one storage, each needs one of its own")
-    }
-    // In one order whatever the roles, so that two calls never wait for each other.
-    if addresses[0] < addresses[1] {
-        write_to(op, first, held, |a| {
-            write_to(op, second, held, |b| write(a, b))
-        })
-    } else {
-        write_to(op, second, held, |b| {
-            write_to(op, first, held, |a| write(a, b))
-        })
-    }
-}
-
-/// Writes to several tensors, each in a storage of its own and used by nobody else meanwhile: their order
-/// is that of their locks.
+/// Writes to several tensors, each in a storage of its own.
 pub(crate) fn write_to_all(
     op: &'static str,
     outputs: &[&Tensor],
     held: &[&Held],
     write: impl FnOnce(&mut [Output]) -> Result<()>,
 ) -> Result<()> {
-    type Then<'f> = dyn FnMut(&mut [Output]) -> Result<()> + 'f;
+    type Then<'f> = dyn FnMut(Vec<(usize, Output)>) -> Result<()> + 'f;
     fn next(
         op: &'static str,
-        outputs: &[&Tensor],
+        outputs: &[(usize, &Tensor)],
         held: &[&Held],
-        mut locked: Vec<Output>,
+        locked: Vec<(usize, Output)>,
         write: &mut Then,
     ) -> Result<()> {
-        let Some((first, others)) = outputs.split_first() else {
-            return write(&mut locked);
+        let Some((&(place, first), others)) = outputs.split_first() else {
+            return write(locked);
         };
         write_to(op, first, held, |output| {
             // Of the shorter life of the two.
             let mut both = locked;
-            both.push(output);
+            both.push((place, output));
             next(op, others, held, both, write)
         })
     }
+    // Locked in one order whatever the roles, so that two calls never wait for each other.
+    let storage = |tensor: &Tensor| address(&tensor.storage_and_layout().0);
+    let mut ordered: Vec<(usize, &Tensor)> = outputs.iter().copied().enumerate().collect();
+    ordered.sort_by_key(|(_, tensor)| storage(tensor));
+    if ordered
+        .windows(2)
+        .any(|two| storage(two[0].1) == storage(two[1].1))
+    {
+        bail!("{op}: two outputs lie in one storage, each needs one of its own")
+    }
     let mut write = Some(write);
-    next(op, outputs, held, Vec::new(), &mut |locked| {
-        write.take().expect("it is called once")(locked)
+    next(op, &ordered, held, Vec::new(), &mut |mut locked| {
+        locked.sort_by_key(|(place, _)| *place);
+        let mut outputs: Vec<Output> = locked.into_iter().map(|(_, output)| output).collect();
+        write.take().expect("it is called once")(&mut outputs)
     })
 }
 

@@ -4,7 +4,7 @@ use super::buffers::Workspace;
 use super::keys::{Bounded, Form, Located, Placement, Places, Visible};
 use super::parts::{
     check_dense, check_device, check_f32, check_ints, check_size, merged_rows, rounded, shown,
-    write_to_both, Backend, Held, Part,
+    write_to_all, Backend, Held, Part,
 };
 use super::{cpu, cuda, no_metal};
 use crate::buffer::Buffer;
@@ -326,11 +326,11 @@ impl SparseAttention {
         check_device(OP, q, "lse", lse)?;
         check_dense(OP, "the output", out.layout())?;
         let held = checked.hold();
-        write_to_both(
-            OP,
-            [out, lse],
-            &held.all(),
-            |mut to, mut lse_to| match held.q.storage() {
+        write_to_all(OP, &[out, lse], &held.all(), |outputs| {
+            let [to, lse_to] = outputs else {
+                unreachable!("there are two")
+            };
+            match held.q.storage() {
                 Storage::Cpu(_) => {
                     let (data, sums) = cpu::sparse_attention(&held.request())?;
                     cpu::store(rounded(checked.q.dtype(), data), to.cpu(), out.layout());
@@ -342,8 +342,8 @@ impl SparseAttention {
                     [(to.cuda(), out.layout()), (lse_to.cuda(), lse.layout())],
                     workspace,
                 ),
-            },
-        )
+            }
+        })
     }
 
     /// The op over these positions, a `CustomOp3` of q, k and v in the packed form

@@ -2094,7 +2094,7 @@ pub fn attention_refusals(device: &Device) -> Result<()> {
             [&shared_out, &shared_lse],
             &mut workspace,
         ),
-        &["both outputs lie in one storage"],
+        &["two outputs lie in one storage"],
     );
     op.forward_into(&q, &both, &positions, [&out, &lse], &mut workspace)?;
     let other = kv.apply_op3_no_bwd(&kv, &kv, &op.over(&positions));

@@ -2,6 +2,8 @@
 
 pub(super) mod dsa;
 mod indexer;
+#[cfg(feature = "cuda")]
+mod ints;
 mod sparse;
 
 #[cfg(feature = "cuda")]

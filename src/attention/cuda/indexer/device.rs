@@ -3,6 +3,7 @@
 use super::super::super::indexer::{Rows, Scores};
 use super::super::super::keys::{Bounded, Lengths, Places};
 use super::super::super::parts::Part;
+use super::super::ints::{ints, Ints};
 use crate::cuda::{
     alloc, arg, forced_sm80, runs_sm90, Addresses, Kernel, Teams, BOUNDS, INDEXER_FILL,
     INDEXER_SM80, INDEXER_SM90,
@@ -32,16 +33,6 @@ const SM80_THREADS: u32 = 128;
 /// `indexer_wgmma.cuh`.
 const SM90_THREADS: u32 = 512;
 const SM90_SHARED: u32 = 224 * 1024;
-
-/// `Ints` in `kernels/attention/ints.cuh`.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct Ints {
-    at: u64,
-    strides: [i64; 2],
-    bytes: i32,
-    unused: i32,
-}
 
 /// `Request` in `kernels/attention/indexer.cuh`.
 #[repr(C)]
@@ -100,38 +91,9 @@ struct Maps {
 }
 
 // SAFETY: plain old data, laid out as the kernels' structs of the same names.
-unsafe impl DeviceRepr for Ints {}
-// SAFETY: likewise.
 unsafe impl DeviceRepr for Request {}
 // SAFETY: likewise.
 unsafe impl DeviceRepr for Maps {}
-
-fn ints<'a>(
-    op: &str,
-    addresses: &mut Addresses<'a>,
-    part: Option<&Part<'a, CudaStorage>>,
-) -> Result<Ints> {
-    let Some(part) = part else {
-        return Ok(Ints::default());
-    };
-    let offset = part.layout.start_offset();
-    let (at, bytes) = match &part.storage.slice {
-        CudaStorageSlice::I32(slice) => (addresses.of(slice, offset), 4),
-        CudaStorageSlice::U32(slice) => (addresses.of(slice, offset), 4),
-        CudaStorageSlice::I64(slice) => (addresses.of(slice, offset), 8),
-        _ => bail!(
-            "{op}: integers are {:?}, I32, I64 or U32 is needed",
-            part.storage.dtype()
-        ),
-    };
-    let stride = |i: usize| part.layout.stride().get(i).copied().unwrap_or(0) as i64;
-    Ok(Ints {
-        at,
-        strides: [stride(0), stride(1)],
-        bytes,
-        unused: 0,
-    })
-}
 
 fn floats<'a>(addresses: &mut Addresses<'a>, part: &Part<'a, CudaStorage>) -> Result<u64> {
     let offset = part.layout.start_offset();

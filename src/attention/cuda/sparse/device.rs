@@ -3,6 +3,7 @@
 use super::super::super::buffers::Workspace;
 use super::super::super::parts::Part;
 use super::super::super::sparse::{Attend, Source};
+use super::super::ints::{ints, Ints};
 use super::plan::{self, Few, Kind, Plan, Props};
 use crate::buffer::Buffer;
 use crate::cuda::{
@@ -18,15 +19,6 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
 const OP: &str = "sparse_attention";
-
-/// `Ints` in `kernels/attention/sparse.cuh`.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct Ints {
-    at: u64,
-    strides: [i64; 2],
-    kind: i64,
-}
 
 /// `Vectors` in `kernels/attention/sparse.cuh`.
 #[repr(C)]
@@ -214,28 +206,6 @@ fn written<'a>(addresses: &mut Addresses<'a>, storage: &'a mut CudaStorage) -> R
     })
 }
 
-fn ints<'a>(addresses: &mut Addresses<'a>, part: &Option<Part<'a, CudaStorage>>) -> Result<Ints> {
-    let Some(part) = part else {
-        return Ok(Ints::default());
-    };
-    let offset = part.layout.start_offset();
-    let (at, kind) = match &part.storage.slice {
-        CudaStorageSlice::I32(slice) => (addresses.of(slice, offset), 1),
-        CudaStorageSlice::I64(slice) => (addresses.of(slice, offset), 2),
-        CudaStorageSlice::U32(slice) => (addresses.of(slice, offset), 3),
-        _ => bail!(
-            "{OP}: integers are {:?}, I32, I64 or U32 is needed",
-            part.storage.dtype()
-        ),
-    };
-    let stride = |i: usize| part.layout.stride().get(i).copied().unwrap_or(0) as i64;
-    Ok(Ints {
-        at,
-        strides: [stride(0), stride(1)],
-        kind,
-    })
-}
-
 /// Where a launch writes.
 struct Memory<'a> {
     out: (&'a mut CudaStorage, &'a Layout),
@@ -354,11 +324,11 @@ fn launch(request: &Attend<CudaStorage>, plan: &Plan, props: &Props, memory: Mem
         values,
         positions,
         list_strides,
-        counts: ints(&mut addresses, &request.counts)?,
-        starts: ints(&mut addresses, &request.bounded.starts)?,
-        ends: ints(&mut addresses, &request.bounded.ends)?,
-        sequences: ints(&mut addresses, &request.located.row_sequences)?,
-        table: ints(&mut addresses, &request.located.table)?,
+        counts: ints(OP, &mut addresses, request.counts.as_ref())?,
+        starts: ints(OP, &mut addresses, request.bounded.starts.as_ref())?,
+        ends: ints(OP, &mut addresses, request.bounded.ends.as_ref())?,
+        sequences: ints(OP, &mut addresses, request.located.row_sequences.as_ref())?,
+        table: ints(OP, &mut addresses, request.located.table.as_ref())?,
         sink: match &request.sink {
             Some(sink) => floats(&mut addresses, sink)?,
             None => 0,
