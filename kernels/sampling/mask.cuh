@@ -54,7 +54,8 @@ __device__ __forceinline__ void put(const Kept<T, C>& kept, T* out, bool aligned
 
 // Where the cut is still open: what may be kept is copied, and what turns out not to be is overwritten.
 template <class T, int C>
-__device__ void mask_open(Kept<T, C>& kept, T* out, bool aligned) {
+__device__ __noinline__ void mask_open(const Kept<T, C>* of_row, T* out, bool aligned) {
+  Kept<T, C> kept(*of_row);
   const auto& row = kept.row;
   const T dropped = from_bits<T>(Bits<T>::kNegInfinity);
   const float low = kept.left_open().low, high = kept.left_open().high;
@@ -99,7 +100,7 @@ __device__ void mask_open(Kept<T, C>& kept, T* out, bool aligned) {
 
 template <class T, int C>
 __device__ __forceinline__ void mask(const Request& request, T* out, long long out_stride) {
-  Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), [] {});
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), [] {});
   const auto& row = kept.row;
   out += kept.row_index() * out_stride;
   if (kept.members) {
@@ -110,7 +111,7 @@ __device__ __forceinline__ void mask(const Request& request, T* out, long long o
   const bool aligned = (size_t)out % 16 / sizeof(T) == row.shift;
   if (kept.open) {
     // In place: before the members told each other of the bracket, all had read what is not their own.
-    mask_open(kept, out, aligned);
+    mask_open(kept.published(), out, aligned);
     return;
   }
   Team<C>::sync();  // In place, no member may still be reading; and none may end while it is read.

@@ -186,8 +186,13 @@ static __device__ __noinline__ void sum_segments(const typename Kept<T, C>::Team
 
 // ~0 from the members whose slices the draw does not fall into. Where the cut is still open, the pass that sums the
 // segments settles it.
+struct Inverted {
+  unsigned token;
+  Mass mass;
+};
 template <class T, int C>
-__device__ unsigned invert_in_memory(Kept<T, C>& kept, u64 draw, Mass* mass) {
+__device__ __noinline__ Inverted invert_in_memory(const Kept<T, C>* of_row, u64 draw) {
+  Kept<T, C> kept(*of_row);
   const auto& row = kept.row;
   Mass(&segments)[kSegments] = kept.shared.segments;
   auto mass_of = [&](const Vector<T>& v, int first) {
@@ -225,9 +230,8 @@ __device__ unsigned invert_in_memory(Kept<T, C>& kept, u64 draw, Mass* mass) {
   Mass own, total;
   const Mass start = block_exclusive_sum(mine, Mass{0, 0}, AddSums(), &own);
   const Mass before = team_exclusive_sum<C>(own, Mass{0, 0}, AddSums(), &total);
-  *mass = total;
   Mass point = inverted(total, draw);
-  if (point < before || !(point < before + own)) return ~0u;
+  if (point < before || !(point < before + own)) return {~0u, total};
   point = point - before;
 
   __shared__ struct {
@@ -263,7 +267,7 @@ __device__ unsigned invert_in_memory(Kept<T, C>& kept, u64 draw, Mass* mass) {
     point = point - sum;
   }
   __syncthreads();
-  return at.token;
+  return {at.token, total};
 }
 
 template <class T, int C>
@@ -274,7 +278,7 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
   DrawSource::Drawn drawn = {false, 0, 0};
   const bool draws_early = threadIdx.x / 32 == kWarps - 1 && Team<C>::rank() == 0;
   if (draws_early) drawn = draws.load(Kept<T, C>::row_index());
-  Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), [&] {
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), [&] {
     if (draws_early) {
       const u64 its = drawn.draw();
       if (threadIdx.x % 32 == 0) draw = its;
@@ -295,7 +299,8 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
     } else if (kept.on_chip()) {
       token = invert_on_chip(kept, draws.load(b).draw(), &mass);
     } else {
-      token = invert_in_memory(kept, draws.load(b).draw(), &mass);
+      const Inverted its = invert_in_memory(kept.published(), draws.load(b).draw());
+      token = its.token, mass = its.mass;
       says = token != ~0u;
     }
   }

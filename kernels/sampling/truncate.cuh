@@ -32,6 +32,8 @@
 // that they are exact: no order of arrival shows.
 #pragma once
 
+#include <new>
+
 #include "../common/order.cuh"
 #include "../common/philox.cuh"
 #include "../common/row.cuh"
@@ -214,13 +216,21 @@ __device__ __forceinline__ void add_mass(H* histogram, unsigned bin, u64 mass) {
   if (high && shared_add(&histogram->mass1[bin], high) > ~high) shared_add(&histogram->mass2[bin], 1);
 }
 
+// Room for a truncation's state: `Kept::apart`.
+struct alignas(16) Apart {
+  unsigned char bytes[256];
+};
+
 // Dynamic shared memory: `shared_bytes` in src/sampling/cuda.rs. A member of a larger team collects
 // its slice's part first, and then everybody's; the copy of its slice of the row, if any, follows.
 template <int C>
 struct alignas(16) Shared {
   union {
     Top top;
-    Mass segments[kSegments];
+    struct {
+      Mass segments[kSegments];
+      Apart apart;
+    };
   };
   union {
     struct {
@@ -234,7 +244,10 @@ template <>
 struct alignas(16) Shared<1> {
   union {
     Top top;
-    Mass segments[kSegments];
+    struct {
+      Mass segments[kSegments];
+      Apart apart;
+    };
   };
   union {
     Elements gathered;
@@ -666,13 +679,11 @@ struct Kept {
   __device__ void find_cut(int joint, Proposal proposal) {
     members = 0;
     const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
-    if (kBrackets && limited && limits.top_k > kCandidates / 2 && row.size > kCandidates) {
-      cut_by_count(joint);
-      return;
-    }
-    bool counted;  // whether `numbers` is exact
-    Part part;
-    while (true) {
+    bool counted = false;  // whether `numbers` is exact
+    Part part = {0.0f, 0.0f};
+    // The greatest of so many are found without any gathered.
+    const bool many = kBrackets && limited && limits.top_k > kCandidates / 2 && row.size > kCandidates;
+    while (!many) {
       if constexpr (C > 1) {
         if (proposal.asks_sample) {
           // Else the compiler works out ahead of the loop, for every row, whatever it can of this.
@@ -706,20 +717,54 @@ struct Kept {
       proposal.asks_sample = true;
     }
 
+    const float reference = proposal.reference;
+    apart([=](Kept& kept) {
+      unsigned ties = 0;
+      const bool ends = many ? kept.cut_by_count(&ties) : kept.cut_best(counted, &ties);
+      if (!ends) kept.cut_further(joint, ties, part, reference);
+    });
+  }
+
+  // Has f(the row's truncation) done by itself, with a copy: what most rows don't need takes no registers from them. By
+  // way of shared memory: a stack would have them write to memory, too.
+  template <class F>
+  static __device__ __noinline__ void do_apart(Kept* to, F f) {
+    Kept kept(*to);
+    f(kept);
+    __syncthreads();
+    if (threadIdx.x == 0) to->take(kept);
+    __syncthreads();
+  }
+  template <class F>
+  __device__ __forceinline__ void apart(F f) {
+    Kept* const copy = published();
+    do_apart(copy, f);
+    take(*copy);
+  }
+  // What may change.
+  __device__ __forceinline__ void take(const Kept& kept) {
+    numbers = kept.numbers, best_key = kept.best_key, best_position = kept.best_position;
+    has_nan = kept.has_nan, has_infinity = kept.has_infinity, softmax = kept.softmax;
+    cut_key = kept.cut_key, cut_end = kept.cut_end, open = kept.open, reads = kept.reads;
+    low = kept.low, high = kept.high, gathered = kept.gathered;
+  }
+
+  // The cut of a top-k that is not among the best, and how many elements with its key are kept: 0 where it's exclusive.
+  // Whether that ends it.
+  __device__ bool cut_best(bool counted, unsigned* ties) {
+    const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
     if (limited && numbers < limits.top_k && !counted) count_all();
     cut_key = kNegInfinityKey;
     if (limits.top_k == 1) {
       if (best_position == ~0u) count_all();
       cut_key = best_key, cut_end = best_position + 1;
-      return;
+      return true;
     }
-    const unsigned k = limited && limits.top_k < max(numbers, gathered + 1u) ? limits.top_k : 0;
-    unsigned ties = 0;  // how many elements with the cut's key are kept; 0 where it's exclusive
-    if (k) {
-      const Found<Count> found = locate<Count>(kNegInfinityKey + 1, best_key, 0u, k);
-      cut_key = found.key, ties = k - found.above;
+    if (limited && limits.top_k < max(numbers, gathered + 1u)) {
+      const Found<Count> found = locate<Count>(kNegInfinityKey + 1, best_key, 0u, limits.top_k);
+      cut_key = found.key, *ties = limits.top_k - found.above;
     }
-    cut_further(joint, ties, part, proposal.reference);
+    return false;
   }
 
   // What follows a top-k, of whose cut's key `ties` are kept.
@@ -1509,8 +1554,15 @@ struct Kept {
     } else if constexpr (kVariant.searches == Searches::kSorted) {
       return Alternatives::search_sorted_row<M>(*this, to, above, target);
     } else {
-      return narrow<M>(from, to, above, target);
+      return narrow_apart<M>(from, to, above, target);
     }
+  }
+  template <class M>
+  __device__ __forceinline__ Found<M> narrow_apart(unsigned from, unsigned to, typename M::Sum above,
+                                                   typename M::Sum target) {
+    Found<M> found;
+    apart([=, &found](Kept& kept) { found = kept.template narrow<M>(from, to, above, target); });
+    return found;
   }
 
   template <class M>
@@ -1524,15 +1576,18 @@ struct Kept {
     if constexpr (kVariant.searches == Searches::kSorted) {
       return Alternatives::search_sorted<M>(*this, to, above, target);
     }
-    const unsigned* const keys = shared.gathered.keys;
-    const Softmax weights = softmax;
+    return search_gathered<M>(shared.gathered.keys, gathered, softmax, from, to, above, target);
+  }
+  template <class M>
+  static __device__ __noinline__ Found<M> search_gathered(const unsigned* keys, int n, const Softmax softmax, unsigned from,
+                                                          unsigned to, typename M::Sum above, typename M::Sum target) {
     return pivot_search<M>(
-        gathered, from, to, above, target,
+        n, from, to, above, target,
         [keys](int i, unsigned* key) {
           *key = keys[i];
           return true;
         },
-        [keys, weights](int i) { return measure<M>(weights, keys[i]); });
+        [keys, softmax](int i) { return measure<M>(softmax, keys[i]); });
   }
 
   // A miss: histograms of the row narrow the range until it fits on chip, or is one key.
@@ -1612,18 +1667,19 @@ struct Kept {
 
   // The mass of everything with a greater key.
   __device__ Mass mass_above(unsigned key) const {
-    Mass sum = {0, 0};
-    if (high == ~0u && gathered && key + 1 >= low) {
-#pragma unroll 1
-      for (int i = threadIdx.x; i < gathered; i += kThreads) {
-        const unsigned its = shared.gathered.keys[i];
-        if (its > key) sum = sum + measure<Weight>(its);
-      }
-      return block_sum<Weight>(sum);
-    }
+    if (high == ~0u && gathered && key + 1 >= low) return sum_gathered(shared.gathered.keys, gathered, softmax, key);
     count_pass(kSecondPass);
     reads = true;
     return team_combine<C>(block_sum<Weight>(slice_mass_above(row, softmax, key)), AddSums());
+  }
+
+  static __device__ __noinline__ Mass sum_gathered(const unsigned* keys, int n, const Softmax softmax, unsigned key) {
+    Mass sum = {0, 0};
+#pragma unroll 1
+    for (int i = threadIdx.x; i < n; i += kThreads) {
+      if (keys[i] > key) sum = sum + measure<Weight>(softmax, keys[i]);
+    }
+    return block_sum<Weight>(sum);
   }
 
   // Cuts to the nucleus. Before, `ties` elements at the cut's key are kept, or it is exclusive. Where a pass has summed
@@ -1637,25 +1693,32 @@ struct Kept {
     }
     const u64 each = limited ? mass_of_few(softmax, value_of(cut_key)) : 0;
     const Mass above = limited ? mass_above(cut_key) : Mass{0, 0};
+    Mass least, most;
+    bool exact = true;
     if (kBrackets && !of_kept && low > kNegInfinityKey + 1) {
       // The f32 sum may do.
       const Mass inside = mass_above(low - 1);
       const double sum = as_double(inside);
       const Range whole = bound(passed, reference, sum);
       if (whole.known) {
-        const Mass least = nucleus(limits.top_p, mass_of(whole.least));
-        const Mass most = nucleus(limits.top_p, mass_of(whole.most) + Mass{1, 0});
+        least = nucleus(limits.top_p, mass_of(whole.least));
+        most = nucleus(limits.top_p, mass_of(whole.most) + Mass{1, 0});
         if (!limited && inside < least) {
           const double rest = 0.5 * (whole.least + whole.most) - sum;
           cut_by_mass(joint, ties, (float)((limits.top_p * (rest + sum) - sum) / rest), value_of(low));
           return;
         }
-        if (cut_for_all(above, each, ties, least, most)) return;
+        exact = false;
       }
     }
-    const Mass whole = of_kept ? above + times(each, *ties) : mass_above(kNegInfinityKey);
-    const Mass target = nucleus(limits.top_p, whole);
-    cut_for_all(above, each, ties, target, target);
+    while (true) {
+      if (exact) {
+        least = nucleus(limits.top_p, of_kept ? above + times(each, *ties) : mass_above(kNegInfinityKey));
+        most = least;
+      }
+      if (cut_for_all(above, each, ties, least, most)) return;
+      exact = true;
+    }
   }
 
   // Cuts to what reaches a target in [least, most], if that is the same for all of them. `above` and `each`: the mass
@@ -1706,8 +1769,8 @@ struct Kept {
     }
   }
 
-  // The cut of a top-k of more than can be gathered, and what follows.
-  __device__ void cut_by_count(int joint) {
+  // The same for a top-k of more than can be gathered.
+  __device__ bool cut_by_count(unsigned* ties) {
     const unsigned k = limits.top_k;
     forget();
     const Bracket bracket = bracket_of(row, &shared.histogram, (float)k / (float)row.size, -1.0f, -CUDART_INF_F, CUDART_INF_F);
@@ -1715,15 +1778,14 @@ struct Kept {
     numbers = sums.whole;
     if (has_nan) count_all();
     cut_key = ~0u, cut_end = 0;
-    if (numbers == 0) return;
+    if (numbers == 0) return true;
     softmax = Softmax(value_of(best_key), limits.temperature);
     cut_key = kNegInfinityKey;
-    unsigned ties = 0;
     Found<Count> found;
     if (k < numbers && cut_in_bracket<Count>(bracket, kNegInfinityKey + 1, sums.above, k, &found)) {
-      cut_key = found.key, ties = k - found.above;
+      cut_key = found.key, *ties = k - found.above;
     }
-    cut_further(joint, ties, Part{0.0f, 0.0f}, 0.0f);
+    return false;
   }
 
   // Where a sample of the row says that `share` of it is reached in descending order, with what the sample may be off
@@ -1754,9 +1816,9 @@ struct Kept {
     if (ends.most < ends.least) return {0.0f, 0.0f, 0.0f};
     // By keys, as even as they are.
     const float most = value_of(ends.most);
-    const unsigned range = ends.most - ends.least;
+    const unsigned least = ends.least, range = ends.most - least;
     const unsigned factor = (unsigned)((float)(kBins - 2) / fmaxf((float)range, (float)kBins) * 0x1p32f);
-    const auto bin_of = [&](float v) { return (int)__umulhi(key_of(v) - ends.least, factor); };
+    const auto bin_of = [=](float v) { return (int)__umulhi(key_of(v) - least, factor); };
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       histogram->counts[threadIdx.x + i * kThreads] = histogram->mass0[threadIdx.x + i * kThreads] = 0;
@@ -2023,7 +2085,7 @@ struct Kept {
       *found = {from, before};
     } else {
       if constexpr (C > 1) Team<C>::sync();  // Others may still read the bins.
-      *found = narrow<M>(from, to, before, target);
+      *found = narrow_apart<M>(from, to, before, target);
     }
     return true;
   }
@@ -2055,6 +2117,17 @@ struct Kept {
   }
 
  public:
+  // A copy in shared memory, where it is the same for all threads but for what is a thread's own. Once there are no
+  // members.
+  __device__ __forceinline__ Kept* published() const {
+    static_assert(sizeof(Kept) <= sizeof(Apart), "it fits");
+    Kept* const copy = reinterpret_cast<Kept*>(shared.apart.bytes);
+    __syncthreads();
+    if (threadIdx.x == 0) new (copy) Kept(*this);
+    __syncthreads();
+    return copy;
+  }
+
   // Notes an element of the slice, if there is room. Of many: an addition for all that come together.
   static __device__ __forceinline__ void push(unsigned key, int position, Elements* slice, unsigned* slots) {
     const auto group = cooperative_groups::coalesced_threads();
@@ -2069,14 +2142,16 @@ struct Kept {
     push(key_of(x), position, &shared.slice, &left_open().slots);
   }
   // Once every member has noted all of its slice: the cut.
-  __device__ void settle() {
-    const unsigned ties = close();
-    cut_end = position_of_tie(ties);
+  __device__ __forceinline__ void settle() {
+    apart([](Kept& kept) {
+      const unsigned ties = kept.close();
+      kept.cut_end = kept.position_of_tie(ties);
+    });
   }
   // The same by a pass.
-  __device__ void settle_by_pass() {
-    const unsigned ties = resolve();
-    cut_end = position_of_tie(ties);
+  __device__ __forceinline__ void settle_by_pass() {
+    note_slice();
+    settle();
   }
 
  private:
@@ -2094,10 +2169,15 @@ struct Kept {
     cut_key = found.key;
     return (unsigned)range.rest.low - found.above;
   }
-  __device__ unsigned resolve() {
+  __device__ __forceinline__ void note_slice() {
     count_pass();
     gather_slice(row, left_open().from, left_open().to, &shared.slice, &left_open().slots);
-    return close();
+  }
+  __device__ __forceinline__ unsigned resolve() {
+    note_slice();
+    unsigned ties;
+    apart([&ties](Kept& kept) { ties = kept.close(); });
+    return ties;
   }
 
   // The least count of elements of mass `each` that reaches `rest`; it exists below 2^32.
@@ -2125,19 +2205,21 @@ struct Kept {
     if (least > cut_key) cut_key = least - 1, *ties = 0;
   }
 
+  static __device__ __noinline__ unsigned tie_of_gathered(const Elements* elements, int n, unsigned cut, unsigned nth) {
+    const Found<Count> found = pivot_search<Count>(
+        n, 0u, ~0u, 0u, nth,
+        [elements, cut](int i, unsigned* key) {
+          *key = ~elements->positions[i];
+          return elements->keys[i] == cut;
+        },
+        [](int) { return 1u; });
+    return ~found.key + 1;
+  }
+
   // Part 4: the position after the `nth` element with the cut's key, nth >= 1.
   __device__ unsigned position_of_tie(unsigned nth) {
     if (cut_key >= low && cut_key <= high && gathered) {
-      const Elements* const elements = &shared.gathered;
-      const unsigned cut = cut_key;
-      const Found<Count> found = pivot_search<Count>(
-          gathered, 0u, ~0u, 0u, nth,
-          [elements, cut](int i, unsigned* key) {
-            *key = ~elements->positions[i];
-            return elements->keys[i] == cut;
-          },
-          [](int) { return 1u; });
-      return ~found.key + 1;
+      return tie_of_gathered(&shared.gathered, gathered, cut_key, nth);
     }
     count_pass();
     auto ties = [&](const Vector<T>& v) {
