@@ -109,10 +109,9 @@ struct Softmax {
   __device__ __forceinline__ u64 mass(float x) const {
     const float w = weight(x);
     const unsigned bits = __float_as_uint(w);
-    const u64 fraction = (bits & 0x7fffffu) | 0x800000u;
-    const int shift = (int)(bits >> 23) - (127 + 23 - 62);
     if (!(w > 0.0f)) return 0;
-    return shift >= 0 ? fraction << shift : fraction >> -shift;
+    // 1 has the exponent 127, and none is below 2^-63.
+    return (u64)((bits << 7 & 0x3fffffffu) | 0x40000000u) << 32 >> (127 - (bits >> 23));
   }
 
   // The log-probability of a logit in a set whose mass has this logarithm.

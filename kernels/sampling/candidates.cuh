@@ -8,7 +8,8 @@
 template <class T, int C>
 __device__ __forceinline__ void candidates(const Request& request, unsigned* ids, float* log_probs,
                            unsigned* counts, long long capacity) {
-  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), [] {});
+  Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), [] {});
+  if (kept.open) kept.settle_by_pass();
   const auto& row = kept.row;
   ids += kept.row_index() * capacity, log_probs += kept.row_index() * capacity;
 

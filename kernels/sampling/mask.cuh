@@ -37,6 +37,67 @@ __device__ void fill(const Kept<T, C>& kept, T* out) {
   if (position >= from && position < to) out[position] = survivor;
 }
 
+// Writes a vector, of the row's, where what it is a part of is in the row.
+template <class T, int C>
+__device__ __forceinline__ void put(const Kept<T, C>& kept, T* out, bool aligned, int first, const Vector<T>& v) {
+  if (aligned && first >= 0 && first + Row<T>::kWidth <= kept.row.size) {
+    uint4 raw;
+    memcpy(&raw, &v, sizeof(raw));
+    __stcs(reinterpret_cast<uint4*>(out + first), raw);
+  } else {
+#pragma unroll
+    for (int w = 0; w < Row<T>::kWidth; w++) {
+      if (first + w >= 0 && first + w < kept.row.size) out[first + w] = v.at[w];
+    }
+  }
+}
+
+// Where the cut is still open: what may be kept is copied, and what turns out not to be is overwritten.
+template <class T, int C>
+__device__ __noinline__ void mask_open(const Kept<T, C>* of_row, T* out, bool aligned) {
+  Kept<T, C> kept(*of_row);
+  const auto& row = kept.row;
+  const T dropped = from_bits<T>(Bits<T>::kNegInfinity);
+  const float low = kept.left_open().low, high = kept.left_open().high;
+  constexpr int kDepth = 2;
+#pragma unroll 1
+  for (int j = row.begin + threadIdx.x; j < row.end; j += kDepth * kThreads) {
+    Vector<T> v[kDepth];
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+      if (j + d * kThreads < row.end) v[d] = row.load(j + d * kThreads);
+    }
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+      if (j + d * kThreads >= row.end) continue;
+      const int first = row.first(j + d * kThreads);
+      bool any = false;
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) {
+        const float x = widen(v[d].at[w]);
+        any |= x >= low && x <= high;
+        if (!(x >= low)) v[d].at[w] = dropped;
+      }
+      if (any) {
+#pragma unroll 1
+        for (int w = 0; w < Row<T>::kWidth; w++) {
+          const float x = widen(v[d].at[w]);
+          if (x >= low && x <= high) kept.note_open(x, first + w);
+        }
+      }
+      put(kept, out, aligned, first, v[d]);
+    }
+  }
+  kept.settle();
+  const int from = row.first(row.begin), to = row.first(row.end);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kept.gathered; i += kThreads) {
+    const int position = (int)kept.shared.gathered.positions[i];
+    if (position < from || position >= to) continue;
+    if (!kept.holds(value_of(kept.shared.gathered.keys[i]), position)) out[position] = dropped;
+  }
+}
+
 template <class T, int C>
 __device__ __forceinline__ void mask(const Request& request, T* out, long long out_stride) {
   const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), [] {});
@@ -47,8 +108,13 @@ __device__ __forceinline__ void mask(const Request& request, T* out, long long o
     kept.leave();
     return;
   }
-  Team<C>::sync();  // In place, no member may still be reading; and none may end while it is read.
   const bool aligned = (size_t)out % 16 / sizeof(T) == row.shift;
+  if (kept.open) {
+    // In place: before the members told each other of the bracket, all had read what is not their own.
+    mask_open(kept.published(), out, aligned);
+    return;
+  }
+  Team<C>::sync();  // In place, no member may still be reading; and none may end while it is read.
   const T dropped = from_bits<T>(Bits<T>::kNegInfinity);
 #pragma unroll 1
   for (int j = row.begin + threadIdx.x; j < row.end; j += kThreads) {
@@ -58,15 +124,6 @@ __device__ __forceinline__ void mask(const Request& request, T* out, long long o
     for (int w = 0; w < Row<T>::kWidth; w++) {
       if (!kept.holds(widen(v.at[w]), first + w)) v.at[w] = dropped;
     }
-    if (aligned && first >= 0 && first + Row<T>::kWidth <= row.size) {
-      uint4 raw;
-      memcpy(&raw, &v, sizeof(raw));
-      *reinterpret_cast<uint4*>(out + first) = raw;
-    } else {
-#pragma unroll
-      for (int w = 0; w < Row<T>::kWidth; w++) {
-        if (first + w >= 0 && first + w < row.size) out[first + w] = v.at[w];
-      }
-    }
+    put(kept, out, aligned, first, v);
   }
 }

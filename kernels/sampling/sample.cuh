@@ -143,9 +143,56 @@ __device__ unsigned invert_on_chip(const Kept<T, C>& kept, u64 draw, Mass* mass)
   return ~found.key;
 }
 
-// ~0 from the members whose slices the draw does not fall into.
+// The masses of what is kept of each segment. Of what equals a bound those below a position are kept; or, where the cut
+// is still open, what lies between two bounds is noted.
 template <class T, int C>
-__device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw, Mass* mass) {
+static __device__ __noinline__ void sum_segments(const typename Kept<T, C>::TeamRow row, const Softmax softmax, int length,
+                                                 float low, float high, bool open, unsigned end_of_equal, Mass* segments,
+                                                 Elements* slice, unsigned* slots) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int s = threadIdx.x / 32; s < kSegments; s += kWarps) {
+    const int begin = row.begin + s * length, end = min(begin + length, row.end);
+    Mass mass = {0, 0};
+    Vector<T> v;
+    if (begin + lane < end) v = row.load(begin + lane);
+#pragma unroll 1
+    for (int j = begin + lane; j < end; j += 32) {
+      Vector<T> next;
+      if (j + 32 < end) next = row.load(j + 32);
+      bool any = false;
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) {
+        const float x = widen(v.at[w]);
+        if (x > high) mass = mass + Mass{softmax.mass(x), 0};
+        any |= x >= low && x <= high;
+      }
+      if (any) {
+#pragma unroll 1
+        for (int w = 0; w < Row<T>::kWidth; w++) {
+          const float x = widen(v.at[w]);
+          if (!(x >= low && x <= high)) continue;
+          const int position = row.first(j) + w;
+          if (open) Kept<T, C>::push(key_of(x), position, slice, slots);
+          else if ((unsigned)position < end_of_equal) mass = mass + Mass{mass_of_few(softmax, x), 0};
+        }
+      }
+      v = next;
+    }
+    mass = warp_sum(mass);
+    if (lane == 0) segments[s] = mass;
+  }
+}
+
+// ~0 from the members whose slices the draw does not fall into. Where the cut is still open, the pass that sums the
+// segments settles it.
+struct Inverted {
+  unsigned token;
+  Mass mass;
+};
+template <class T, int C>
+__device__ __noinline__ Inverted invert_in_memory(const Kept<T, C>* of_row, u64 draw) {
+  Kept<T, C> kept(*of_row);
   const auto& row = kept.row;
   Mass(&segments)[kSegments] = kept.shared.segments;
   auto mass_of = [&](const Vector<T>& v, int first) {
@@ -158,24 +205,33 @@ __device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw, Mass* mas
     return mass;
   };
   const int length = (row.end - row.begin + kSegments - 1) / kSegments;
-  const int lane = threadIdx.x % 32;
-  Mass own = {0, 0};
+  const bool open = kept.open;
+  const float low = open ? kept.left_open().low : value_of(kept.cut_key);
+  const float high = open ? kept.left_open().high : low;
   __syncthreads();
+  sum_segments<T, C>(row, kept.softmax, length, low, high, open, kept.cut_end, segments, &kept.shared.slice,
+                     &kept.left_open().slots);
+  if (open) kept.settle();
+  __syncthreads();
+  Mass mine = threadIdx.x < kSegments ? segments[threadIdx.x] : Mass{0, 0};
+  if (open && threadIdx.x < kSegments) {
+    const int begin = row.begin + threadIdx.x * length, end = min(begin + length, row.end);
+    const int from = row.first(begin), to = row.first(end);
 #pragma unroll 1
-  for (int s = threadIdx.x / 32; s < kSegments; s += kWarps) {
-    const int begin = row.begin + s * length, end = min(begin + length, row.end);
-    Mass mass = {0, 0};
-#pragma unroll 1
-    for (int j = begin + lane; j < end; j += 32) mass = mass + mass_of(row.load(j), row.first(j));
-    mass = warp_sum(mass);
-    if (lane == 0) segments[s] = mass, own = own + mass;
+    for (int i = 0; i < kept.gathered; i++) {
+      const int position = (int)kept.shared.gathered.positions[i];
+      const float x = value_of(kept.shared.gathered.keys[i]);
+      if (position >= from && position < to && kept.holds(x, position)) {
+        mine = mine + Mass{mass_of_few(kept.softmax, x), 0};
+      }
+    }
   }
-  Mass total;
-  own = block_sum<Weight>(own);
+  // One segment a thread; the sum over those before it is exact in any order.
+  Mass own, total;
+  const Mass start = block_exclusive_sum(mine, Mass{0, 0}, AddSums(), &own);
   const Mass before = team_exclusive_sum<C>(own, Mass{0, 0}, AddSums(), &total);
-  *mass = total;
   Mass point = inverted(total, draw);
-  if (point < before || !(point < before + own)) return ~0u;
+  if (point < before || !(point < before + own)) return {~0u, total};
   point = point - before;
 
   __shared__ struct {
@@ -183,10 +239,6 @@ __device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw, Mass* mas
     int segment;
     unsigned token;
   } at;
-  // One segment a thread; the sum over those before it is exact in any order.
-  Mass sum;
-  const Mass mine = threadIdx.x < kSegments ? segments[threadIdx.x] : Mass{0, 0};
-  const Mass start = block_exclusive_sum(mine, Mass{0, 0}, AddSums(), &sum);
   if (!(point < start) && point < start + mine) at.rest = point - start, at.segment = threadIdx.x;
   __syncthreads();
   point = at.rest;
@@ -215,7 +267,7 @@ __device__ unsigned invert_in_memory(const Kept<T, C>& kept, u64 draw, Mass* mas
     point = point - sum;
   }
   __syncthreads();
-  return at.token;
+  return {at.token, total};
 }
 
 template <class T, int C>
@@ -247,7 +299,8 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
     } else if (kept.on_chip()) {
       token = invert_on_chip(kept, draws.load(b).draw(), &mass);
     } else {
-      token = invert_in_memory(kept, draws.load(b).draw(), &mass);
+      const Inverted its = invert_in_memory(kept.published(), draws.load(b).draw());
+      token = its.token, mass = its.mass;
       says = token != ~0u;
     }
   }

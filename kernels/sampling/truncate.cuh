@@ -32,6 +32,8 @@
 // that they are exact: no order of arrival shows.
 #pragma once
 
+#include <new>
+
 #include "../common/order.cuh"
 #include "../common/philox.cuh"
 #include "../common/row.cuh"
@@ -106,6 +108,24 @@ struct alignas(16) Histogram {
 };
 
 constexpr int kSegments = 256;
+
+// Values between two of a row, in bins of even width: `kBinsOf<C>` of them.
+template <int C>
+constexpr int kBinsOf = C == 1 ? 1024 : 512;
+struct Bracket {
+  float low, high;
+  float bins;  // to a unit
+
+  // For values inside. The greater the value, the higher its bin, as every rounding keeps the order.
+  template <int C>
+  __device__ __forceinline__ int bin(float x) const {
+    return (int)min(__float2uint_rz((x - low) * bins), kBinsOf<C> - 1u);
+  }
+};
+template <int C>
+struct alignas(16) BracketHistogram {
+  unsigned counts[kBinsOf<C>], mass0[kBinsOf<C>], mass1[kBinsOf<C>], mass2[kBinsOf<C>];
+};
 
 // The best of a row in order, found first in any order.
 constexpr int kTop = 128, kTopBins = 256;
@@ -185,29 +205,58 @@ struct Pairs {
   }
 };
 
+// Counts an element of a bin, and adds its mass.
+template <class H>
+__device__ __forceinline__ void add_mass(H* histogram, unsigned bin, u64 mass) {
+  shared_add(&histogram->counts[bin], 1);
+  const unsigned low = (unsigned)mass;
+  const unsigned carry = shared_add(&histogram->mass0[bin], low) > ~low;
+  // A mass is at most 2^62, so its upper word takes the carry.
+  const unsigned high = (unsigned)(mass >> 32) + carry;
+  if (high && shared_add(&histogram->mass1[bin], high) > ~high) shared_add(&histogram->mass2[bin], 1);
+}
+
+// Room for a truncation's state: `Kept::apart`.
+struct alignas(16) Apart {
+  unsigned char bytes[256];
+};
+
 // Dynamic shared memory: `shared_bytes` in src/sampling/cuda.rs. A member of a larger team collects
 // its slice's part first, and then everybody's; the copy of its slice of the row, if any, follows.
 template <int C>
 struct alignas(16) Shared {
-  Top top;
+  union {
+    Top top;
+    struct {
+      Mass segments[kSegments];
+      Apart apart;
+    };
+  };
   union {
     struct {
       Elements gathered, slice;
     };
     Histogram histogram;
-    Mass segments[kSegments];
+    BracketHistogram<C> bracketed;
   };
 };
 template <>
 struct alignas(16) Shared<1> {
-  Top top;
+  union {
+    Top top;
+    struct {
+      Mass segments[kSegments];
+      Apart apart;
+    };
+  };
   union {
     Elements gathered;
     Elements slice;
     Histogram histogram;
-    Mass segments[kSegments];
+    BracketHistogram<1> bracketed;
   };
 };
+static_assert(sizeof(BracketHistogram<8>) <= sizeof(Elements), "no member notes elements where another still counts");
 static_assert(sizeof(Shared<1>) == 6416 + (32 << 10) || sizeof(Shared<8>) == 6416 + (32 << 10),
               "src/sampling/cuda.rs asks for as much");
 
@@ -346,6 +395,9 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
 // The truncation of one row. Every member is uniform over the team.
 template <class T, int C>
 struct Kept {
+  // Large sets are cut by brackets, except in runs of the ablation.
+  static constexpr bool kBrackets =
+      kVariant.searches == Searches::kRanked && kVariant.truncates == Truncates::kProposed && kVariant.cuts_duplicates;
   // Loads in flight for the pass that does little else.
   static constexpr int kLight = kVariant.in_flight > 0 ? kVariant.in_flight : kThreads > 512 ? 2 : 4;
   friend struct Alternatives;
@@ -395,6 +447,22 @@ struct Kept {
   // Shared memory holds the `gathered` elements of the whole row whose keys lie in [low, high].
   unsigned low, high;
   int gathered;
+
+  // Whether the cut is still open. It is known then to lie in a range of few elements: what is above is kept, and
+  // what is below isn't. A pass over the row that has more to do notes those inside as well, and then settles it.
+  bool open = false;
+  struct Open {
+    unsigned from, to;
+    float low, high;  // the same as values
+    // The measure of what is kept of it, a mass or a number.
+    bool by_mass;
+    Mass rest;
+    unsigned slots;  // how many the member has noted
+  };
+  static __device__ __forceinline__ Open& left_open() {
+    __shared__ Open range;
+    return range;
+  }
 
   // `meanwhile` is called by every thread before a barrier of the block, at a time when there is nothing
   // else to do, or little.
@@ -602,11 +670,20 @@ struct Kept {
     return false;
   }
 
+  struct Part {
+    float best;
+    // The weights of what is not gathered.
+    float sum;
+  };
+
   __device__ void find_cut(int joint, Proposal proposal) {
     members = 0;
     const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
-    bool counted;  // whether `numbers` is exact
-    while (true) {
+    bool counted = false;  // whether `numbers` is exact
+    Part part = {0.0f, 0.0f};
+    // The greatest of so many are found without any gathered.
+    const bool many = kBrackets && limited && limits.top_k > kCandidates / 2 && row.size > kCandidates;
+    while (!many) {
       if constexpr (C > 1) {
         if (proposal.asks_sample) {
           // Else the compiler works out ahead of the loop, for every row, whatever it can of this.
@@ -617,7 +694,7 @@ struct Kept {
           if (row.staged) proposal.reference = row_best;
         }
       }
-      Part part = {0.0f, 0.0f};
+      part = {0.0f, 0.0f};
       counted = (limited || kVariant.truncates == Truncates::kNever) && !proposal.gathers;
       if (counted) {
         forget();
@@ -630,6 +707,7 @@ struct Kept {
       cut_key = ~0u, cut_end = 0;
       if (numbers == 0) return;
       softmax = Softmax(value_of(best_key), limits.temperature);
+      if (outweighed(joint, part, proposal.reference)) break;
       if (kVariant.searches == Searches::kRanked && gathered && rank_top(joint, part, proposal.reference)) return;
       if constexpr (C == 1) break;
       if (threadIdx.x == 0) noted() = 0;
@@ -639,22 +717,73 @@ struct Kept {
       proposal.asks_sample = true;
     }
 
+    const float reference = proposal.reference;
+    apart([=](Kept& kept) {
+      unsigned ties = 0;
+      const bool ends = many ? kept.cut_by_count(&ties) : kept.cut_best(counted, &ties);
+      if (!ends) kept.cut_further(joint, ties, part, reference);
+    });
+  }
+
+  // Has f(the row's truncation) done by itself, with a copy: what most rows don't need takes no registers from them. By
+  // way of shared memory: a stack would have them write to memory, too.
+  template <class F>
+  static __device__ __noinline__ void do_apart(Kept* to, F f) {
+    Kept kept(*to);
+    f(kept);
+    __syncthreads();
+    if (threadIdx.x == 0) to->take(kept);
+    __syncthreads();
+  }
+  template <class F>
+  __device__ __forceinline__ void apart(F f) {
+    Kept* const copy = published();
+    do_apart(copy, f);
+    take(*copy);
+  }
+  // What may change.
+  __device__ __forceinline__ void take(const Kept& kept) {
+    numbers = kept.numbers, best_key = kept.best_key, best_position = kept.best_position;
+    has_nan = kept.has_nan, has_infinity = kept.has_infinity, softmax = kept.softmax;
+    cut_key = kept.cut_key, cut_end = kept.cut_end, open = kept.open, reads = kept.reads;
+    low = kept.low, high = kept.high, gathered = kept.gathered;
+  }
+
+  // The cut of a top-k that is not among the best, and how many elements with its key are kept: 0 where it's exclusive.
+  // Whether that ends it.
+  __device__ bool cut_best(bool counted, unsigned* ties) {
+    const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
     if (limited && numbers < limits.top_k && !counted) count_all();
     cut_key = kNegInfinityKey;
     if (limits.top_k == 1) {
       if (best_position == ~0u) count_all();
       cut_key = best_key, cut_end = best_position + 1;
-      return;
+      return true;
     }
-    const unsigned k = limited && limits.top_k < max(numbers, gathered + 1u) ? limits.top_k : 0;
-    unsigned ties = 0;  // how many elements with the cut's key are kept; 0 where it's exclusive
-    if (k) {
-      const Found<Count> found = locate<Count>(kNegInfinityKey + 1, best_key, 0u, k);
-      cut_key = found.key, ties = k - found.above;
+    if (limited && limits.top_k < max(numbers, gathered + 1u)) {
+      const Found<Count> found = locate<Count>(kNegInfinityKey + 1, best_key, 0u, limits.top_k);
+      cut_key = found.key, *ties = limits.top_k - found.above;
     }
-    if (limits.top_p < 1.0f) top_p(joint, &ties);
-    if (limits.min_p > 0.0f) min_p(&ties);
-    if (ties) cut_end = kVariant.cuts_duplicates ? position_of_tie(ties) : ~0u;
+    return false;
+  }
+
+  // What follows a top-k, of whose cut's key `ties` are kept.
+  __device__ void cut_further(int joint, unsigned ties, const Part& passed, float reference) {
+    if (open && (limits.top_p < 1.0f || limits.min_p > 0.0f)) ties = resolve();
+    if (limits.top_p < 1.0f) top_p(joint, &ties, passed, reference);
+    if (limits.min_p > 0.0f) {
+      if (open) ties = resolve();
+      min_p(&ties);
+    }
+    if (!open && ties) cut_end = kVariant.cuts_duplicates ? position_of_tie(ties) : ~0u;
+  }
+
+  // Whether the f32 sum of the rest says at once that the nucleus is far more than what is gathered. It decides the
+  // route, never the result.
+  __device__ __forceinline__ bool outweighed(int joint, const Part& passed, float reference) const {
+    if (!kBrackets || !sums(joint) || limits.top_k > 0 || !gathered || low <= kNegInfinityKey + 1) return false;
+    const float best = exp2_approx((value_of(best_key) - reference) * scale());
+    return limits.top_p * passed.sum > 1.01f * (1.0f - limits.top_p) * best * gathered;
   }
 
   // Whether the pass sums the weights: where a top-p refers to more than a top-k leaves.
@@ -865,12 +994,6 @@ struct Kept {
     if (!(proposed > -CUDART_INF_F)) return {0.0f, false, reference, false, false};
     return above(fminf(proposed, reference));
   }
-
-  struct Part {
-    float best;
-    // The weights of what is not gathered.
-    float sum;
-  };
 
   // Notes the elements of a vector that reach the threshold. Beyond the buffer they are only counted.
   static __device__ __forceinline__ void note(const Vector<T>& v, int first, float threshold, Elements* slice,
@@ -1374,31 +1497,20 @@ struct Kept {
     return {least, inside * (1.0 + kRounding) + rest * (1.0f + error), true};
   }
 
-  // Notes an element of the slice, if there is room. Of many: an addition for all that come together.
-  static __device__ __forceinline__ void push(unsigned key, int position, Elements* slice, unsigned* slots) {
-    const auto group = cooperative_groups::coalesced_threads();
-    unsigned slot = 0;
-    if (group.thread_rank() == 0) slot = shared_add(slots, group.size());
-    slot = group.shfl(slot, 0) + group.thread_rank();
-    if (slot < kCandidates) slice->keys[slot] = key, slice->positions[slot] = position;
-  }
-
   // Makes what the members have pushed, all elements with keys in [from, to], common to all;
   // forgets it where it does not fit.
   __device__ void collect(unsigned* slots, unsigned from, unsigned to) {
     __syncthreads();
-    unsigned total;
-    team_exclusive_sum<C>(*slots, 0u, AddSums(), &total);
-    if (threadIdx.x == 0) route_counters().gathered = total;
-    if (total > kCandidates) {
-      forget();
-      return;
-    }
+    unsigned total = *slots;
     if constexpr (C > 1) {
+      Team<C>::sync();
+      const unsigned lane = threadIdx.x % 32;
+      const unsigned counts = lane < Team<C>::size() ? *Team<C>::at(slots, lane) : 0;
+      total = __reduce_add_sync(~0u, counts);
       unsigned place = 0;
-      for (int r = 0; r < Team<C>::size(); r++) {
+      for (int r = 0; r < Team<C>::size() && total <= kCandidates; r++) {
         const Elements* slice = Team<C>::at(&shared.slice, r);
-        const unsigned count = *Team<C>::at(slots, r);
+        const unsigned count = __shfl_sync(~0u, counts, r);
 #pragma unroll 1
         for (unsigned i = threadIdx.x; i < count; i += kThreads) {
           shared.gathered.keys[place + i] = slice->keys[i];
@@ -1407,6 +1519,11 @@ struct Kept {
         place += count;
       }
       Team<C>::sync();  // The slices are free again.
+    }
+    if (threadIdx.x == 0) route_counters().gathered = total;
+    if (total > kCandidates) {
+      forget();
+      return;
     }
     gathered = total, low = from, high = to;
   }
@@ -1437,8 +1554,15 @@ struct Kept {
     } else if constexpr (kVariant.searches == Searches::kSorted) {
       return Alternatives::search_sorted_row<M>(*this, to, above, target);
     } else {
-      return narrow<M>(from, to, above, target);
+      return narrow_apart<M>(from, to, above, target);
     }
+  }
+  template <class M>
+  __device__ __forceinline__ Found<M> narrow_apart(unsigned from, unsigned to, typename M::Sum above,
+                                                   typename M::Sum target) {
+    Found<M> found;
+    apart([=, &found](Kept& kept) { found = kept.template narrow<M>(from, to, above, target); });
+    return found;
   }
 
   template <class M>
@@ -1452,15 +1576,18 @@ struct Kept {
     if constexpr (kVariant.searches == Searches::kSorted) {
       return Alternatives::search_sorted<M>(*this, to, above, target);
     }
-    const unsigned* const keys = shared.gathered.keys;
-    const Softmax weights = softmax;
+    return search_gathered<M>(shared.gathered.keys, gathered, softmax, from, to, above, target);
+  }
+  template <class M>
+  static __device__ __noinline__ Found<M> search_gathered(const unsigned* keys, int n, const Softmax softmax, unsigned from,
+                                                          unsigned to, typename M::Sum above, typename M::Sum target) {
     return pivot_search<M>(
-        gathered, from, to, above, target,
+        n, from, to, above, target,
         [keys](int i, unsigned* key) {
           *key = keys[i];
           return true;
         },
-        [keys, weights](int i) { return measure<M>(weights, keys[i]); });
+        [keys, softmax](int i) { return measure<M>(softmax, keys[i]); });
   }
 
   // A miss: histograms of the row narrow the range until it fits on chip, or is one key.
@@ -1529,39 +1656,528 @@ struct Kept {
   template <class M>
   __device__ __forceinline__ typename M::Sum tallied(int bin) const;
 
+  // Between integers, a bound towards 0; and a mass, by one rounding of each part.
+  static __device__ __forceinline__ Mass mass_of(double bound) {
+    const u64 high = (u64)(bound * 0x1p-64);
+    return {(u64)(bound - (double)high * 0x1p64), high};
+  }
+  static __device__ __forceinline__ double as_double(Mass m) {
+    return __ull2double_rn(m.high) * 0x1p64 + __ull2double_rn(m.low);
+  }
+
   // The mass of everything with a greater key.
   __device__ Mass mass_above(unsigned key) const {
-    Mass sum = {0, 0};
-    if (high == ~0u && gathered && key + 1 >= low) {
-#pragma unroll 1
-      for (int i = threadIdx.x; i < gathered; i += kThreads) {
-        const unsigned its = shared.gathered.keys[i];
-        if (its > key) sum = sum + measure<Weight>(its);
-      }
-      return block_sum<Weight>(sum);
-    }
+    if (high == ~0u && gathered && key + 1 >= low) return sum_gathered(shared.gathered.keys, gathered, softmax, key);
     count_pass(kSecondPass);
     reads = true;
     return team_combine<C>(block_sum<Weight>(slice_mass_above(row, softmax, key)), AddSums());
   }
 
-  // Cuts to the nucleus. Before, `ties` elements at the cut's key are kept, or it is exclusive.
-  __device__ void top_p(int joint, unsigned* ties) {
-    const bool limited = *ties > 0;
-    const u64 each = limited ? mass_of_few(softmax, value_of(cut_key)) : 0;
-    const Mass above = limited ? mass_above(cut_key) : Mass{0, 0};
-    Mass kept = above + times(each, *ties);
-    const Mass whole = limited && !joint ? kept : mass_above(kNegInfinityKey);
-    if (!limited) kept = whole;
-    const Mass target = nucleus(limits.top_p, whole);
-    if (kept < target) return;
-    if (limited && above < target) {
-      *ties = min(*ties, ties_for(target - above, each));
+  static __device__ __noinline__ Mass sum_gathered(const unsigned* keys, int n, const Softmax softmax, unsigned key) {
+    Mass sum = {0, 0};
+#pragma unroll 1
+    for (int i = threadIdx.x; i < n; i += kThreads) {
+      if (keys[i] > key) sum = sum + measure<Weight>(softmax, keys[i]);
+    }
+    return block_sum<Weight>(sum);
+  }
+
+  // Cuts to the nucleus. Before, `ties` elements at the cut's key are kept, or it is exclusive. Where a pass has summed
+  // the weights that the nucleus is a part of, `passed` is its result, relative to `reference`.
+  __device__ void top_p(int joint, unsigned* ties, const Part& passed, float reference) {
+    const bool limited = *ties > 0, of_kept = limited && !joint;
+    const bool on_chip = gathered && high == ~0u && (!limited || cut_key + 1 >= low);
+    if (kBrackets && !on_chip) {
+      cut_by_mass(joint, ties, limits.top_p, CUDART_INF_F);
       return;
     }
-    const Found<Weight> found = locate<Weight>(cut_key + 1, best_key, Mass{0, 0}, target);
+    const u64 each = limited ? mass_of_few(softmax, value_of(cut_key)) : 0;
+    const Mass above = limited ? mass_above(cut_key) : Mass{0, 0};
+    Mass least, most;
+    bool exact = true;
+    if (kBrackets && !of_kept && low > kNegInfinityKey + 1) {
+      // The f32 sum may do.
+      const Mass inside = mass_above(low - 1);
+      const double sum = as_double(inside);
+      const Range whole = bound(passed, reference, sum);
+      if (whole.known) {
+        least = nucleus(limits.top_p, mass_of(whole.least));
+        most = nucleus(limits.top_p, mass_of(whole.most) + Mass{1, 0});
+        if (!limited && inside < least) {
+          const double rest = 0.5 * (whole.least + whole.most) - sum;
+          cut_by_mass(joint, ties, (float)((limits.top_p * (rest + sum) - sum) / rest), value_of(low));
+          return;
+        }
+        exact = false;
+      }
+    }
+    while (true) {
+      if (exact) {
+        least = nucleus(limits.top_p, of_kept ? above + times(each, *ties) : mass_above(kNegInfinityKey));
+        most = least;
+      }
+      if (cut_for_all(above, each, ties, least, most)) return;
+      exact = true;
+    }
+  }
+
+  // Cuts to what reaches a target in [least, most], if that is the same for all of them. `above` and `each`: the mass
+  // above the cut before, and of one of its ties.
+  __device__ bool cut_for_all(Mass above, u64 each, unsigned* ties, Mass least, Mass most) {
+    if (*ties > 0) {
+      if (above + times(each, *ties) < least) return true;
+      if (above < least) {
+        const unsigned enough = min(*ties, ties_for(least - above, each));
+        if (enough < *ties && above + times(each, enough) < most) return false;
+        *ties = enough;
+        return true;
+      }
+    }
+    const Found<Weight> found = locate<Weight>(cut_key + 1, best_key, Mass{0, 0}, least);
+    const u64 its = mass_of_few(softmax, value_of(found.key));
+    const unsigned enough = ties_for(least - found.above, its);
+    if (found.above + times(its, enough) < most) return false;
+    cut_key = found.key, *ties = enough;
+    return true;
+  }
+
+  // The same for a set that is not on chip. The cut is looked for where a sample of the row says, which is to say where
+  // so large a `share` is reached of the weights below the ceiling, and above the cut, if it is one of what is kept.
+  __device__ void cut_by_mass(int joint, unsigned* ties, float share, float ceiling) {
+    const bool limited = *ties > 0, of_kept = limited && !joint;
+    const unsigned kept_key = cut_key, kept_ties = *ties;
+    const u64 each = limited ? mass_of_few(softmax, value_of(cut_key)) : 0;
+    const float floor = of_kept ? value_of(cut_key) : -CUDART_INF_F;
+    if (C > 1 && limited) Team<C>::sync();  // Others may still read what has been counted.
+    forget();
+    const Bracket bracket = bracket_of(row, &shared.histogram, share, scale(), floor, ceiling);
+    const Sums<Weight> sums = measure_bracket<Weight>(bracket, floor);
+    const Mass whole = of_kept ? sums.whole + times(each, *ties) : sums.whole;
+    const Mass target = nucleus(limits.top_p, whole);
+    if (of_kept && sums.whole < target) {
+      *ties = min(*ties, ties_for(target - sums.whole, each));
+      return;
+    }
+    Found<Weight> found;
+    if (cut_in_bracket<Weight>(bracket, of_kept ? kept_key + 1 : kNegInfinityKey + 1, sums.above, target, &found)) {
+      cut_key = found.key, *ties = ties_for(target - found.above, mass_of_few(softmax, value_of(found.key)));
+    }
+    if (limited && joint) {
+      if (open) *ties = resolve();
+      if (cut_key < kept_key) cut_key = kept_key, *ties = kept_ties;
+      else if (cut_key == kept_key) *ties = min(*ties, kept_ties);
+    }
+  }
+
+  // The same for a top-k of more than can be gathered.
+  __device__ bool cut_by_count(unsigned* ties) {
+    const unsigned k = limits.top_k;
+    forget();
+    const Bracket bracket = bracket_of(row, &shared.histogram, (float)k / (float)row.size, -1.0f, -CUDART_INF_F, CUDART_INF_F);
+    const Sums<Count> sums = measure_bracket<Count>(bracket, -CUDART_INF_F);
+    numbers = sums.whole;
+    if (has_nan) count_all();
+    cut_key = ~0u, cut_end = 0;
+    if (numbers == 0) return true;
+    softmax = Softmax(value_of(best_key), limits.temperature);
+    cut_key = kNegInfinityKey;
+    Found<Count> found;
+    if (k < numbers && cut_in_bracket<Count>(bracket, kNegInfinityKey + 1, sums.above, k, &found)) {
+      cut_key = found.key, *ties = k - found.above;
+    }
+    return false;
+  }
+
+  // Where a sample of the row says that `share` of it is reached in descending order, with what the sample may be off
+  // by to both sides. Of its weights, or where the scale is negative of its number.
+  static __device__ __noinline__ Bracket bracket_of(const TeamRow row, Histogram* histogram, float share, float scale,
+                                                    float floor, float ceiling) {
+    constexpr int kEach = kBins / kThreads;
+    __shared__ struct {
+      unsigned squares;
+      int lowest, highest;
+    } said;
+    const Sampled x(row);
+    const auto takes_part = [&](float v) { return v > floor && v < ceiling; };
+    struct Ends {
+      unsigned least, most;
+    };
+    const auto widest = [](Ends a, Ends b) { return Ends{min(a.least, b.least), max(a.most, b.most)}; };
+    Ends ends = {~0u, 0};
+#pragma unroll
+    for (int i = 0; i < Sampled::kVectors; i++) {
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) {
+        const unsigned key = key_of(x(i, w));
+        if (takes_part(x(i, w))) ends = widest(ends, Ends{key, key});
+      }
+    }
+    ends = block_reduce(ends, widest);
+    if (ends.most < ends.least) return {0.0f, 0.0f, 0.0f};
+    // By keys, as even as they are.
+    const float most = value_of(ends.most);
+    const unsigned least = ends.least, range = ends.most - least;
+    const unsigned factor = (unsigned)((float)(kBins - 2) / fmaxf((float)range, (float)kBins) * 0x1p32f);
+    const auto bin_of = [=](float v) { return (int)__umulhi(key_of(v) - least, factor); };
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      histogram->counts[threadIdx.x + i * kThreads] = histogram->mass0[threadIdx.x + i * kThreads] = 0;
+    }
+    if (threadIdx.x == 0) said = {0, 0, kBins - 1};
+    __syncthreads();
+    // Integers, that their order be of no account: members of a team must find the same.
+    constexpr float kUnit = (float)(0x1p31 / Sampled::kSize);
+#pragma unroll
+    for (int i = 0; i < Sampled::kVectors; i++) {
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) {
+        if (!takes_part(x(i, w))) continue;
+        const float weight = scale < 0.0f ? 1.0f : exp2_approx((x(i, w) - most) * scale);
+        const int bin = bin_of(x(i, w));
+        shared_add(&histogram->counts[bin], __float2uint_rz(weight * kUnit));
+        shared_add(&histogram->mass0[bin], __float2uint_rz(weight * weight * kUnit));
+      }
+    }
+    __syncthreads();
+    struct Both {
+      unsigned weights, squares;
+      __device__ Both operator+(const Both& other) const {
+        return {weights + other.weights, squares + other.squares};
+      }
+    };
+    const int upper = kBins - 1 - kEach * threadIdx.x;
+    Both own[kEach], sum = {0, 0}, total;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      own[i] = {histogram->counts[upper - i], histogram->mass0[upper - i]}, sum = sum + own[i];
+    }
+    const Both start = block_exclusive_sum(sum, Both{0, 0}, AddSums(), &total);
+    // What is left out of a count is below all else.
+    const float all = scale < 0.0f ? 0x1p31f : (float)total.weights, target = share * all;
+    const float squares = scale < 0.0f ? 0x1p31f : (float)total.squares;
+    // f(bin, the sums before it) where the sum of weights first exceeds a limit.
+    const auto find = [&](float limit, auto f) {
+      Both before = start;
+#pragma unroll
+      for (int i = 0; i < kEach; i++) {
+        const Both after = before + own[i];
+        if ((float)before.weights <= limit && limit < (float)after.weights) f(upper - i, before);
+        before = after;
+      }
+    };
+    find(target, [&](int, const Both& before) { said.squares = before.squares; });
+    __syncthreads();
+    // The deviation of the sum above a cut from its share.
+    const float above = (float)said.squares, other = 1.0f - share;
+    const float variance = above * other * other + (squares - above) * share * share;
+    const float margin = 4.5f * sqrtf(variance * kUnit) + 2.0f * (scale < 0.0f ? kUnit : 0.0f);
+    find(target - margin, [&](int bin, const Both&) { said.highest = bin; });
+    find(target + margin, [&](int bin, const Both&) { said.lowest = bin; });
+    __syncthreads();
+    ends = {~0u, 0};
+#pragma unroll
+    for (int i = 0; i < Sampled::kVectors; i++) {
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) {
+        if (!takes_part(x(i, w))) continue;
+        const unsigned key = key_of(x(i, w));
+        const int bin = bin_of(x(i, w));
+        ends = widest(ends, Ends{bin >= said.lowest ? key : ~0u, bin <= said.highest ? key : 0});
+      }
+    }
+    ends = block_reduce(ends, widest);
+    const float low = value_of(ends.least), high = value_of(max(ends.least, ends.most));
+    return {low, high, high > low ? kBinsOf<C> / (high - low) : 0.0f};
+  }
+
+  // What is above a bracket, and in all above a floor.
+  template <class M>
+  struct Sums {
+    typename M::Sum above, whole;
+  };
+  // A thread's. Where all of the bracket is one value, it is counted here.
+  struct Counted {
+    unsigned above, whole, inside;
+    float best;
+
+    __device__ __forceinline__ void add(float x, const Bracket& bracket, bool one, BracketHistogram<C>* histogram) {
+      whole += x > -CUDART_INF_F;
+      if (x > bracket.high) above++;
+      else if (x >= bracket.low) {
+        if (one) inside++;
+        else shared_count(&histogram->counts[bracket.bin<C>(x)]);
+      }
+    }
+  };
+  struct Weighed {
+    Mass above, whole;
+    unsigned inside;
+  };
+  static __device__ __noinline__ Counted count_slice(const TeamRow row, const Bracket bracket,
+                                                     BracketHistogram<C>* histogram) {
+    Counted own = {0, 0, 0, -CUDART_INF_F};
+    const bool one = bracket.low == bracket.high;
+    row.template for_each_tile<kLight>([&](const Vector<T>(&v)[kLight], int) {
+#pragma unroll
+      for (int d = 0; d < kLight; d++) {
+        own.best = max_or_nan(own.best, max_or_nan(v[d]));
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) own.add(widen(v[d].at[w]), bracket, one, histogram);
+      }
+    });
+    int at;
+    if (row.has_edge(&at)) {
+      const Vector<T> v = row.load(at);
+      own.best = max_or_nan(own.best, max_or_nan(v));
+#pragma unroll 1
+      for (int w = 0; w < Row<T>::kWidth; w++) own.add(widen(v.at[w]), bracket, one, histogram);
+    }
+    return own;
+  }
+  static __device__ __noinline__ Weighed weigh_slice(const TeamRow row, const Softmax softmax, const Bracket bracket,
+                                                     float floor, BracketHistogram<C>* histogram) {
+    Weighed own = {{0, 0}, {0, 0}, 0};
+    const bool one = bracket.low == bracket.high;
+    row.for_each([&](float x, int) {
+      const u64 mass = softmax.mass(x);
+      if (x > floor) own.whole = own.whole + Mass{mass, 0};
+      if (x > bracket.high) own.above = own.above + Mass{mass, 0};
+      else if (x >= bracket.low) {
+        if (one) own.inside++;
+        else add_mass(histogram, bracket.bin<C>(x), mass);
+      }
+    });
+    return own;
+  }
+
+  // The pass: sums, and a histogram of what the bracket holds, which is sought in there. What is counted gives the
+  // maximum as well.
+  template <class M>
+  __device__ Sums<M> measure_bracket(const Bracket& bracket, float floor) {
+    constexpr bool kWeighs = sizeof(typename M::Sum) != sizeof(unsigned);
+    BracketHistogram<C>& histogram = shared.bracketed;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kBinsOf<C>; i += kThreads) {
+      histogram.counts[i] = 0;
+      if (kWeighs) histogram.mass0[i] = histogram.mass1[i] = histogram.mass2[i] = 0;
+    }
+    __syncthreads();
+    count_step(), count_pass(kWeighs ? kFallback | kSecondPass : kFallback);
+    struct Said {
+      Sums<M> sums;
+      unsigned best;
+    } said = {};
+    unsigned inside;
+    if constexpr (kWeighs) {
+      const Weighed own = weigh_slice(row, softmax, bracket, floor, &histogram);
+      said.sums.above = block_sum<M>(own.above), said.sums.whole = block_sum<M>(own.whole), inside = own.inside;
+    } else {
+      const Counted own = count_slice(row, bracket, &histogram);
+      said.sums.above = block_sum<M>(own.above), said.sums.whole = block_sum<M>(own.whole), inside = own.inside;
+      said.best = block_reduce(own.best != own.best ? ~0u : key_of(own.best), [](unsigned a, unsigned b) { return max(a, b); });
+    }
+    if (bracket.low == bracket.high) {
+      inside = block_sum<Count>(inside);
+      if (threadIdx.x == 0) {
+        histogram.counts[0] = inside;
+        if (kWeighs) {
+          const Mass mass = times(mass_of_few(softmax, bracket.low), inside);
+          histogram.mass0[0] = (unsigned)mass.low, histogram.mass1[0] = mass.low >> 32, histogram.mass2[0] = mass.high;
+        }
+      }
+    }
+    if constexpr (C == 1) {
+      __syncthreads();
+    } else {
+      reads = true;
+      __shared__ Said heard;
+      if (threadIdx.x == 0) heard = said;
+      Team<C>::sync();
+      const unsigned lane = threadIdx.x % 32;
+      said = {};
+      if (lane < Team<C>::size()) said = *Team<C>::at(&heard, lane);
+      said.sums.above = M::warp(said.sums.above), said.sums.whole = M::warp(said.sums.whole);
+      said.best = __reduce_max_sync(~0u, said.best);
+    }
+    if constexpr (!kWeighs) {
+      has_nan = said.best == ~0u, best_key = said.best, best_position = ~0u;
+      has_infinity = best_key == key_of(CUDART_INF_F);
+    }
+    return said.sums;
+  }
+
+  // A bin's number or mass over the team.
+  template <class M>
+  __device__ __forceinline__ typename M::Sum bracketed(int bin) const {
+    typename M::Sum sum = M::zero();
+#pragma unroll
+    for (int r = 0; r < C; r++) {
+      if (C > 1 && r >= Team<C>::size()) continue;
+      const BracketHistogram<C>& h = *Team<C>::at(&shared.bracketed, r);
+      if constexpr (sizeof(sum) == sizeof(unsigned)) sum = sum + h.counts[bin];
+      else sum = sum + Mass{(u64)h.mass1[bin] << 32 | h.mass0[bin], h.mass2[bin]};
+    }
+    return sum;
+  }
+
+  // Where the measure reaches the target: among keys from `least` on, the measure above the bracket being `above`. The
+  // cut is left open if no more elements than fit are left to look at: then the result is false.
+  template <class M>
+  __device__ bool cut_in_bracket(const Bracket& bracket, unsigned least, typename M::Sum above, typename M::Sum target,
+                                 Found<M>* found) {
+    typedef typename M::Sum Sum;
+    constexpr bool kWeighs = sizeof(Sum) != sizeof(unsigned);
+    __shared__ struct {
+      Sum above;
+      unsigned bin, count, ends[2];
+    } choice;
+    unsigned from, to, count = ~0u;
+    Sum before;
+    if (!(above < target)) {
+      from = key_of(bracket.high) + 1, to = best_key, before = M::zero();
+      if constexpr (!kWeighs) count = above;
+    } else {
+      // Each thread looks at a few bins, the first thread at the uppermost.
+      constexpr int kEach = kBinsOf<C> / kThreads;
+      static_assert(kEach * kThreads == kBinsOf<C>, "all bins are looked at");
+      const int upper = kBinsOf<C> - 1 - kEach * threadIdx.x;
+      Sum own[kEach], sum = M::zero(), total;
+#pragma unroll
+      for (int i = 0; i < kEach; i++) own[i] = bracketed<M>(upper - i), sum = sum + own[i];
+      Sum start = above + block_exclusive_sum(sum, M::zero(), AddSums(), &total);
+      before = above + total;
+      if (before < target) {
+        from = least, to = key_of(bracket.low) - 1;
+        if constexpr (!kWeighs) count = numbers - before;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kEach; i++) {
+          const Sum after = start + own[i];
+          if (start < target && !(after < target)) {
+            choice.above = start, choice.bin = upper - i, choice.count = bracketed<Count>(upper - i);
+          }
+          start = after;
+        }
+        __syncthreads();
+        if (threadIdx.x < 64) {
+          const unsigned end = first_from_bin(bracket, choice.bin + threadIdx.x / 32);
+          if (threadIdx.x % 32 == 0) choice.ends[threadIdx.x / 32] = end;
+        }
+        __syncthreads();
+        from = key_of(ordered(choice.ends[0])), to = key_of(ordered(choice.ends[1] - 1));
+        before = choice.above, count = choice.count;
+      }
+    }
+    if (count <= kCandidates) {
+      open = true, cut_key = ~0u, cut_end = 0;
+      if (threadIdx.x == 0) {
+        Mass rest;
+        if constexpr (kWeighs) rest = target - before;
+        else rest = Mass{target - before, 0};
+        left_open() = {from, to, value_of(from), value_of(to), kWeighs, rest, 0};
+        route_counters().gathered = count;
+      }
+      __syncthreads();
+      return false;
+    }
+    if (from == to) {
+      *found = {from, before};
+    } else {
+      if constexpr (C > 1) Team<C>::sync();  // Others may still read the bins.
+      *found = narrow_apart<M>(from, to, before, target);
+    }
+    return true;
+  }
+
+  // The values of the dtype in their order, NaN at both ends.
+  static constexpr unsigned kLastValue = sizeof(T) == 2 ? 0xffffu : ~0u;
+  static __device__ __forceinline__ float ordered(unsigned place) {
+    if constexpr (sizeof(T) == 2) return widen(from_bits<T>(place >> 15 ? place & 0x7fffu : ~place & 0xffffu));
+    else return value_of(place);
+  }
+  // The place of the first value that is above the bracket, or in a bin from this on. By a warp.
+  static __device__ __noinline__ unsigned first_from_bin(const Bracket bracket, int bin) {
+    const unsigned lane = threadIdx.x % 32;
+    unsigned from = 0, to = kLastValue;
+    while (from < to) {
+      // The last that is known to be in is `to`. All looked at before the first that is in are out.
+      const unsigned step = (to - from) / 33 + 1, at = from + (lane + 1) * step - 1;
+      bool in = true;
+      if (at < to && at >= from) {
+        const float x = ordered(at);
+        in = x != x ? at > kLastValue / 2 : x > bracket.high || (x >= bracket.low && bracket.bin<C>(x) >= bin);
+      }
+      const unsigned those = __ballot_sync(~0u, in);
+      const unsigned first = those ? __ffs(those) - 1 : 32;
+      if (first < 32) to = min(to, from + (first + 1) * step - 1);
+      from += first * step;
+    }
+    return to;
+  }
+
+ public:
+  // A copy in shared memory, where it is the same for all threads but for what is a thread's own. Once there are no
+  // members.
+  __device__ __forceinline__ Kept* published() const {
+    static_assert(sizeof(Kept) <= sizeof(Apart), "it fits");
+    Kept* const copy = reinterpret_cast<Kept*>(shared.apart.bytes);
+    __syncthreads();
+    if (threadIdx.x == 0) new (copy) Kept(*this);
+    __syncthreads();
+    return copy;
+  }
+
+  // Notes an element of the slice, if there is room. Of many: an addition for all that come together.
+  static __device__ __forceinline__ void push(unsigned key, int position, Elements* slice, unsigned* slots) {
+    const auto group = cooperative_groups::coalesced_threads();
+    unsigned slot = 0;
+    if (group.thread_rank() == 0) slot = shared_add(slots, group.size());
+    slot = group.shfl(slot, 0) + group.thread_rank();
+    if (slot < kCandidates) slice->keys[slot] = key, slice->positions[slot] = position;
+  }
+
+  // Notes one of the open range that the member has found.
+  __device__ __forceinline__ void note_open(float x, int position) const {
+    push(key_of(x), position, &shared.slice, &left_open().slots);
+  }
+  // Once every member has noted all of its slice: the cut.
+  __device__ __forceinline__ void settle() {
+    apart([](Kept& kept) {
+      const unsigned ties = kept.close();
+      kept.cut_end = kept.position_of_tie(ties);
+    });
+  }
+  // The same by a pass.
+  __device__ __forceinline__ void settle_by_pass() {
+    note_slice();
+    settle();
+  }
+
+ private:
+  // Finds the cut's key, and gives how many elements with it are kept.
+  __device__ unsigned close() {
+    const Open range = left_open();
+    collect(&left_open().slots, range.from, range.to);
+    open = false;
+    if (range.by_mass) {
+      const Found<Weight> found = search<Weight>(range.from, range.to, Mass{0, 0}, range.rest);
+      cut_key = found.key;
+      return ties_for(range.rest - found.above, mass_of_few(softmax, value_of(found.key)));
+    }
+    const Found<Count> found = search<Count>(range.from, range.to, 0u, (unsigned)range.rest.low);
     cut_key = found.key;
-    *ties = ties_for(target - found.above, mass_of_few(softmax, value_of(found.key)));
+    return (unsigned)range.rest.low - found.above;
+  }
+  __device__ __forceinline__ void note_slice() {
+    count_pass();
+    gather_slice(row, left_open().from, left_open().to, &shared.slice, &left_open().slots);
+  }
+  __device__ __forceinline__ unsigned resolve() {
+    note_slice();
+    unsigned ties;
+    apart([&ties](Kept& kept) { ties = kept.close(); });
+    return ties;
   }
 
   // The least count of elements of mass `each` that reaches `rest`; it exists below 2^32.
@@ -1589,19 +2205,21 @@ struct Kept {
     if (least > cut_key) cut_key = least - 1, *ties = 0;
   }
 
+  static __device__ __noinline__ unsigned tie_of_gathered(const Elements* elements, int n, unsigned cut, unsigned nth) {
+    const Found<Count> found = pivot_search<Count>(
+        n, 0u, ~0u, 0u, nth,
+        [elements, cut](int i, unsigned* key) {
+          *key = ~elements->positions[i];
+          return elements->keys[i] == cut;
+        },
+        [](int) { return 1u; });
+    return ~found.key + 1;
+  }
+
   // Part 4: the position after the `nth` element with the cut's key, nth >= 1.
   __device__ unsigned position_of_tie(unsigned nth) {
     if (cut_key >= low && cut_key <= high && gathered) {
-      const Elements* const elements = &shared.gathered;
-      const unsigned cut = cut_key;
-      const Found<Count> found = pivot_search<Count>(
-          gathered, 0u, ~0u, 0u, nth,
-          [elements, cut](int i, unsigned* key) {
-            *key = ~elements->positions[i];
-            return elements->keys[i] == cut;
-          },
-          [](int) { return 1u; });
-      return ~found.key + 1;
+      return tie_of_gathered(&shared.gathered, gathered, cut_key, nth);
     }
     count_pass();
     auto ties = [&](const Vector<T>& v) {
@@ -1653,15 +2271,8 @@ template <class T, int C>
 template <class M>
 __device__ __forceinline__ void Kept<T, C>::tally(const Softmax& softmax, Histogram* histogram, unsigned bin,
                                                   unsigned key) {
-  shared_add(&histogram->counts[bin], 1);
-  if constexpr (sizeof(typename M::Sum) != sizeof(unsigned)) {
-    const u64 mass = softmax.mass(value_of(key));
-    const unsigned low = (unsigned)mass;
-    const unsigned carry = shared_add(&histogram->mass0[bin], low) > ~low;
-    // A mass is at most 2^62, so its upper word takes the carry.
-    const unsigned high = (unsigned)(mass >> 32) + carry;
-    if (high && shared_add(&histogram->mass1[bin], high) > ~high) shared_add(&histogram->mass2[bin], 1);
-  }
+  if constexpr (sizeof(typename M::Sum) != sizeof(unsigned)) add_mass(histogram, bin, softmax.mass(value_of(key)));
+  else shared_add(&histogram->counts[bin], 1);
 }
 
 template <class T, int C>
