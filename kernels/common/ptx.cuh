@@ -75,6 +75,18 @@ __device__ __forceinline__ void add_below(float* sum, float weight, float x, flo
       : "f"(x), "f"(threshold), "f"(weight));
 }
 
+// Adds where a > b, by no more than a comparison and an addition.
+__device__ __forceinline__ void add_above(unsigned* sum, unsigned by, unsigned a, unsigned b) {
+  asm("{\n.reg .pred above;\nsetp.gt.u32 above, %1, %2;\n@above add.u32 %0, %0, %3;\n}"
+      : "+r"(*sum)
+      : "r"(a), "r"(b), "r"(by));
+}
+__device__ __forceinline__ void add_above(unsigned* sum, unsigned by, unsigned long long a, unsigned long long b) {
+  asm("{\n.reg .pred above;\nsetp.gt.u64 above, %1, %2;\n@above add.u32 %0, %0, %3;\n}"
+      : "+r"(*sum)
+      : "l"(a), "l"(b), "r"(by));
+}
+
 // Values of which the compiler is to know nothing from here on.
 __device__ __forceinline__ void forget_value(int& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void forget_value(unsigned& x) { asm volatile("" : "+r"(x)); }

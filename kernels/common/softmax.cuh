@@ -105,9 +105,10 @@ struct Softmax {
     return e * __uint_as_float((unsigned)(bias + 127) << 23);
   }
 
-  // The weight in units of 2^-62, rounded down: its fraction, shifted. A conversion is slower.
-  __device__ __forceinline__ u64 mass(float x) const {
-    const float w = weight(x);
+  // The weight in units of 2^-62, rounded down.
+  __device__ __forceinline__ u64 mass(float x) const { return mass_of(weight(x)); }
+  // Of a weight: its fraction, shifted. A conversion is slower.
+  static __device__ __forceinline__ u64 mass_of(float w) {
     const unsigned bits = __float_as_uint(w);
     const u64 fraction = (bits & 0x7fffffu) | 0x800000u;
     const int shift = (int)(bits >> 23) - (127 + 23 - 62);

@@ -15,7 +15,7 @@ __device__ void fill(const Kept<T, C>& kept, T* out) {
   int position = -1;
   T survivor = dropped;
   if (threadIdx.x < kept.members) {
-    position = (int)~(unsigned)kept.shared.top.ranked[threadIdx.x].order;
+    position = (int)~(unsigned)kept.shared.top.ranked(threadIdx.x);
     if (position >= from && position < to) survivor = row.data[position];
   }
   __syncthreads();

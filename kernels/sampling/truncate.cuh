@@ -108,82 +108,90 @@ struct alignas(16) Histogram {
 constexpr int kSegments = 256;
 
 // The best of a row in order, found first in any order.
-constexpr int kTop = 128, kTopBins = 256;
+constexpr int kTop = 128, kTopBins = 256, kTopEach = kTop / 32;
 struct alignas(16) Top {
-  struct alignas(16) Member {
-    // The key, and the position's complement: the order as an integer.
-    u64 order;
-    double mass;  // rounded
-  };
-  Member found[kTop], ranked[kTop];
-  double above[kTop];        // the rounded masses of everything before it in the order
-  double others[32];         // of what is gathered and not ranked: a warp's
+  // The key, and the position's complement: the order as an integer. 0 beyond the last.
+  u64 orders[kTop];
+  double rounded[kTop];  // their masses
+  u64 exact[kTop];
+  unsigned char by_rank[kTop];
+  unsigned short by_id[kTop];  // and the rank, in the upper half
+  double others[32];           // of what is gathered and not ranked: a warp's
   unsigned bins[kTopBins];
   unsigned slots;
 
-  // The rounded masses of the first `count` of the order, at least 1.
-  __device__ __forceinline__ double first(unsigned count) const {
-    return above[count - 1] + ranked[count - 1].mass;
-  }
+  __device__ __forceinline__ u64 ranked(unsigned rank) const { return orders[by_rank[rank]]; }
 };
 
 // A mass as a multiple of 2^22: so the sums of all that can be gathered are exact, and no order shows. Every sum that
-// leaves a doubt has the greatest mass in it, 2^62, and fewer than 2^13 others that are off by 2^21 each.
+// leaves a doubt has the greatest mass in it, 2^62, and fewer than 2^13 others that are off by little more than 2^21
+// each.
 static_assert(kCandidates + kTop < 1 << 13, "sums are below 2^75");
-__device__ __forceinline__ double rounded(u64 mass) { return __ull2double_rn(mass) + 0x1.8p74 - 0x1.8p74; }
+__device__ __forceinline__ double rounded_mass(float weight) {
+  return (double)weight * 0x1p62 + 0x1.8p74 - 0x1.8p74;
+}
 
 // How far off such a sum is at most, and what is made from it by a few operations, relative. What is decided by it is
 // decided beyond this; where sums are closer, by exact ones.
 constexpr double kRounding = 0x1p-27;
 
-// The exact masses of the ranked, in the places of the orders of the found, which have served. By the whole block.
-static __device__ __noinline__ void make_exact(Top* top, unsigned count, const Softmax softmax) {
-  __syncthreads();
-#pragma unroll 1
-  for (unsigned i = threadIdx.x; i < count; i += kThreads) {
-    top->found[i].order = softmax.mass(value_of(top->ranked[i].order >> 32));
-  }
-  __syncthreads();
-}
+static __device__ __noinline__ float weight_of_few(const Softmax softmax, float x) { return softmax.weight(x); }
 
-// How threads share the comparisons of each of `count` elements, at most kTop, with all.
-struct Pairs {
-  unsigned parts, element, part;  // threads to an element; whose comparisons, and which
-  bool works;  // the same for all of a warp
-
-  __device__ __forceinline__ explicit Pairs(unsigned count) {
-    static_assert(kThreads >= kTop, "an element a thread at least");
-    // As many as there are for each of the least power of two of elements.
-    const unsigned log_parts = min(5, __ffs(kThreads) - 1 - (count > 1 ? 32 - __clz(count - 1) : 0));
-    parts = 1u << log_parts;
-    element = threadIdx.x >> log_parts, part = threadIdx.x & (parts - 1);
-    works = threadIdx.x / 32 * 32 >> log_parts < count;
-  }
-  // f(one of the others, whether there is one) for all that are the thread's to compare with: some at a time, or each
-  // load would wait for the comparison before it.
-  template <class F>
-  __device__ __forceinline__ void for_each(unsigned count, F f) const {
-    constexpr int kAtOnce = 8;
-#pragma unroll 1
-    for (unsigned first = part; first < count; first += kAtOnce * parts) {
+// Ranks the first `count` of the orders, at most kTop, and their ids: by comparisons of all with all. Beyond them there
+// is nothing, or 0.
+__device__ __forceinline__ void rank_orders(Top& top, unsigned count) {
+  // A thread compares four elements at a time: loads, of which each serves all four, would take the most time.
+  constexpr unsigned kEach = 4, kLogThreads = __builtin_ctz(kThreads);
+  static_assert(kThreads >= 4 * kTop / kEach, "an element's rank is told by a thread");
+  const unsigned tiles = (count + kEach - 1) / kEach;
+  // As many threads as there are for each of the least power of two of tiles.
+  const unsigned log_parts = min(5u, kLogThreads - (tiles > 1 ? 32 - __clz(tiles - 1) : 0));
+  const unsigned parts = 1u << log_parts, tile = threadIdx.x >> log_parts, part = threadIdx.x & (parts - 1);
+  if (threadIdx.x / 32 * 32 >> log_parts >= tiles) return;
+  const auto two = [&](unsigned pair) { return reinterpret_cast<const ulonglong2*>(top.orders)[pair]; };
+  const unsigned own = min(tile, kTop / kEach - 1);
+  const ulonglong2 a = two(2 * own), b = two(2 * own + 1);
+  const u64 mine[kEach] = {a.x, a.y, b.x, b.y};
+  // Four in a word: no rank has more than 7 bits.
+  unsigned ranks = 0, places = 0;
+#pragma unroll 2
+  for (unsigned pair = part; 2 * pair < count; pair += parts) {
+    const ulonglong2 both = two(pair);
+    const u64 its[2] = {both.x, both.y};
 #pragma unroll
-      for (int i = 0; i < kAtOnce; i++) {
-        const unsigned other = first + i * parts;
-        f(other < count ? other : 0, other < count);
+    for (int o = 0; o < 2; o++) {
+#pragma unroll
+      for (int i = 0; i < kEach; i++) {
+        add_above(&ranks, 1u << 8 * i, its[o], mine[i]);
+        // Complements: the greater one is the lower id.
+        add_above(&places, 1u << 8 * i, (unsigned)its[o], (unsigned)mine[i]);
       }
     }
   }
-  // Of an element's threads.
-  template <class V>
-  __device__ __forceinline__ V combine(V x) const {
 #pragma unroll
-    for (unsigned lanes = 16; lanes > 0; lanes /= 2) {
-      const V its = shuffle_xor(x, lanes);
-      x += lanes < parts ? its : V(0);
-    }
-    return x;
+  for (unsigned lanes = 1; lanes < 32; lanes *= 2) {
+    const unsigned its_ranks = __shfl_xor_sync(~0u, ranks, lanes), its_places = __shfl_xor_sync(~0u, places, lanes);
+    if (lanes < parts) ranks += its_ranks, places += its_places;
   }
-};
+  const unsigned element = tile * kEach + part;
+  if (part < kEach && element < count) {
+    const unsigned rank = ranks >> 8 * part & 0xff, place = places >> 8 * part & 0xff;
+    top.by_rank[rank] = element, top.by_id[place] = element | rank << 8;
+  }
+}
+
+// The sums over the lanes before this one, and over all.
+__device__ __forceinline__ double exclusive_sum(double x, double* total) {
+  double inclusive = x;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const double below = shuffle_up(inclusive, lanes);
+    if (lane >= lanes) inclusive += below;
+  }
+  *total = shuffle(inclusive, 31);
+  return inclusive - x;  // exactly
+}
 
 // Dynamic shared memory: `shared_bytes` in src/sampling/cuda.rs. A member of a larger team collects
 // its slice's part first, and then everybody's; the copy of its slice of the row, if any, follows.
@@ -208,7 +216,7 @@ struct alignas(16) Shared<1> {
     Mass segments[kSegments];
   };
 };
-static_assert(sizeof(Shared<1>) == 6416 + (32 << 10) || sizeof(Shared<8>) == 6416 + (32 << 10),
+static_assert(sizeof(Shared<1>) == 4752 + (32 << 10) || sizeof(Shared<8>) == 4752 + (32 << 10),
               "src/sampling/cuda.rs asks for as much");
 
 // A measure of elements: their number or their mass. The search is the same for both.
@@ -379,9 +387,12 @@ struct Kept {
   // The cut: an element is kept where its key is greater, or equal at a position below `end`.
   unsigned cut_key, cut_end;
 
-  // How many are kept, where `shared.top` holds them, in order; else 0. Whether it has the sums, too.
-  unsigned members;
-  bool summed;
+  // How many are kept, where `shared.top` ranks them; else 0. How many it ranks, and whether the pass has left its
+  // elements there.
+  unsigned members, ranked;
+  bool on_top = false;
+  // The scale of the pass's weights: by a logit's and the reference's product with it.
+  float scale;
   // How often the members have told each other what a pass has found, and sent what they gathered.
   unsigned rounds = 0, sendings = 0;
   // Where the row is on chip, the greatest of what the thread has looked at, and of the row: NaN if it
@@ -411,21 +422,24 @@ struct Kept {
       limits = Truncation(r, row_index());
       row.prefetch();
       proposal = {0.0f, false, 0.0f, false, false};
+      scale = CUDART_L2E_F / limits.temperature;
       meanwhile();
     } else if constexpr (C == 1) {
       const Sampled sampled(row);
       limits = Truncation(r, row_index());
       row.prefetch();
+      scale = CUDART_L2E_F / limits.temperature;
       proposal = propose(sampled);
       meanwhile();
     } else {
       const bool staged = stage();
       if (threadIdx.x == 0) {
         for (int i = 0; i < 3; i++) mail(i).open();
-        nth_greatest() = ~0u;
+        nth_greatest() = 0;
       }
       Team<C>::arrive();
       limits = Truncation(r, row_index());
+      scale = CUDART_L2E_F / limits.temperature;
       if (staged) {
         proposal = propose_staged(r.joint, meanwhile);
       } else {
@@ -450,10 +464,16 @@ struct Kept {
     return boxes[kind];
   }
 
-  // Of the parts' greatest logits, the least that is proposed.
+  // Of the parts' greatest logits, the one that is proposed.
   static __device__ __forceinline__ unsigned& nth_greatest() {
     __shared__ unsigned key;
     return key;
+  }
+
+  // What the members have found in the pass: the greatest, the sum of weights, and how many elements.
+  static __device__ __forceinline__ uint4* heard() {
+    __shared__ uint4 said[C];
+    return said;
   }
 
   // How many elements the pass has noted.
@@ -535,7 +555,7 @@ struct Kept {
     Mass own = {0, 0};
 #pragma unroll 1
     for (unsigned i = threadIdx.x % 32; i < members; i += 32) {
-      own = own + Mass{mass_of_few(softmax, value_of(shared.top.ranked[i].order >> 32)), 0};
+      own = own + Mass{shared.top.exact[shared.top.by_rank[i]], 0};
     }
     return warp_sum(own);
   }
@@ -699,7 +719,7 @@ struct Kept {
     if (threadIdx.x < kGroups - all_groups) mail(0).send(&maxima[all_groups + threadIdx.x], 0, Team<C>::rank());
     // They are on their way: time for the weights, relative to the greatest that the thread has seen.
     own_sum = 0.0f;
-    const float own_origin = fmaxf(own * scale(), -1e30f);  // finite where there is nothing but -inf
+    const float own_origin = fmaxf(own * scale, -1e30f);  // finite where there is nothing but -inf
     if (sums(joint)) {
       Sum sum;
       constexpr int kDepth = 4;
@@ -711,47 +731,54 @@ struct Kept {
         Vector<T> v[kDepth];
 #pragma unroll
         for (int d = 0; d < kDepth; d++) v[d] = j + d * 32 < to ? TeamRow::as_vector(part[j + d * 32]) : nothing;
-        sum.add(v, CUDART_INF_F, scale(), own_origin);
+        sum.add(v, CUDART_INF_F, scale, own_origin);
       }
       own_sum = sum.sum;
     }
     meanwhile();
+    const bool by_count = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
+    const bool by_parts = row.size > kCandidates && limits.top_k != 1 &&
+                          (by_count ? limits.top_k <= (unsigned)all_groups : limits.top_p < 1.0f);
+    // At least k reach the kth greatest. Of 128 parts half have about 90 that do, of 96 seven in twelve.
+    const unsigned nth = by_count ? limits.top_k : 32 + all_groups / 4;
     mail(0).wait(0);
     const uint4 four = reinterpret_cast<const uint4*>(maxima)[lane];
     const unsigned best = __reduce_max_sync(~0u, max(max(four.x, four.y), max(four.z, four.w)));
+    if (by_parts) {
+      // The greatest that nth reach, or one that a few more do: of the lesser of each two, one of which is the least.
+      constexpr int kPivots = kGroups / 2, kShare = kThreads / kPivots;
+      const uint2 two = reinterpret_cast<const uint2*>(maxima)[threadIdx.x / kShare];
+      const unsigned pivot = min(two.x, two.y);
+      const uint4* others = reinterpret_cast<const uint4*>(maxima) + threadIdx.x % kShare;
+      unsigned below = 0, more_below = 0;
+#pragma unroll
+      for (int i = 0; i < kGroups / kShare / 4; i++) {
+        const uint4 its = others[i * kShare];
+        add_above(&below, 1, pivot, its.x), add_above(&more_below, 1, pivot, its.y);
+        add_above(&below, 1, pivot, its.z), add_above(&more_below, 1, pivot, its.w);
+      }
+      below += more_below;
+#pragma unroll
+      for (int d = kShare / 2; d > 0; d /= 2) below += __shfl_xor_sync(~0u, below, d);
+      const unsigned most = __reduce_max_sync(~0u, kGroups - below >= nth ? pivot : 0);
+      if (lane == 0) atomicMax(&nth_greatest(), most);
+      __syncthreads();
+    }
     row_best = best == ~0u ? CUDART_NAN_F : value_of(best);
-    own_sum *= exp2_approx(own_origin - row_best * scale());  // as rounded as the pass's origin is
+    own_sum *= exp2_approx(own_origin - row_best * scale);  // as rounded as the pass's origin is
     if (best == ~0u) return {0.0f, false, 0.0f, false, false};
     const float reference = row_best;
     const auto above = [&](float threshold, bool guess) {
       return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference, guess, false};
     };
+    if (by_parts && reference > -CUDART_INF_F) return above(value_of(nth_greatest()), true);
     if (row.size <= kCandidates || reference == -CUDART_INF_F) return above(-CUDART_MAX_NORMAL_F, false);
-    const bool by_count = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
     if (!by_count && !(limits.top_p < 1.0f)) {
       if (!(limits.min_p > 0.0f)) return {0.0f, false, reference, false, false};
       return above(reference + limits.temperature * (logf(limits.min_p) - 1e-3f), false);
     }
     if (limits.top_k == 1) return above(reference, false);
-    if (by_count && limits.top_k > all_groups) return {0.0f, false, reference, false, true};
-    // At least k reach the kth greatest. Of 128 parts half have about 90 that do, of 96 seven in twelve.
-    const unsigned nth = by_count ? limits.top_k : 32 + all_groups / 4;
-    constexpr int kShare = kThreads / kGroups, kOthers = kGroups / kShare;
-    const unsigned mine = maxima[threadIdx.x / kShare];
-    const uint4* others = reinterpret_cast<const uint4*>(maxima) + threadIdx.x % kShare;
-    unsigned before = 0;
-#pragma unroll
-    for (int i = 0; i < kOthers / 4; i++) {
-      const uint4 its = others[i * kShare];
-      before += (its.x > mine) + (its.y > mine) + (its.z > mine) + (its.w > mine);
-    }
-#pragma unroll
-    for (int d = kShare / 2; d > 0; d /= 2) before += __shfl_xor_sync(~0u, before, d);
-    // The least that fewer than nth are above: equal ones are below each other.
-    const unsigned least = __reduce_min_sync(~0u, before < nth ? mine : ~0u);
-    if (lane == 0) atomicMin(&nth_greatest(), least);
-    __syncthreads();
-    return above(value_of(nth_greatest()), true);
+    return {0.0f, false, reference, false, true};
   }
 
   // Part 1, the sample.
@@ -872,20 +899,29 @@ struct Kept {
     float sum;
   };
 
-  // Notes the elements of a vector that reach the threshold. Beyond the buffer they are only counted.
-  static __device__ __forceinline__ void note(const Vector<T>& v, int first, float threshold, Elements* slice,
-                                              unsigned* slots) {
+  // Notes the elements of vectors, `apart` of each other, that reach the threshold. Beyond the buffer they are only
+  // counted.
+  template <int kCount>
+  static __device__ __forceinline__ void note(const Vector<T>(&v)[kCount], int first, int apart, float threshold,
+                                              Elements* slice, unsigned* slots) {
     unsigned count = 0;
 #pragma unroll
-    for (int w = 0; w < Row<T>::kWidth; w++) count += widen(v.at[w]) >= threshold;
+    for (int i = 0; i < kCount; i++) {
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) count += widen(v[i].at[w]) >= threshold;
+    }
     if (count == 0) return;
     unsigned slot = shared_add(slots, count);
 #pragma unroll
-    for (int w = 0; w < Row<T>::kWidth; w++) {
-      const float x = widen(v.at[w]);
-      if (x >= threshold) {
-        if (slot < kCandidates) slice->keys[slot] = key_of(x), slice->positions[slot] = first + w;
-        slot++;
+    for (int i = 0; i < kCount; i++) {
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) {
+        const float x = widen(v[i].at[w]);
+        const unsigned key = key_of(x);
+        if (x >= threshold && slot < kCandidates) {
+          slice->keys[slot] = key, slice->positions[slot] = first + i * apart + w;
+        }
+        slot += x >= threshold;
       }
     }
   }
@@ -913,9 +949,6 @@ struct Kept {
     }
   };
 
-  // The scale of the pass's weights: by a logit's and the reference's product with it.
-  __device__ __forceinline__ float scale() const { return CUDART_L2E_F / limits.temperature; }
-
   // A thread's part of the pass. By itself, with nothing by reference, so that the loop has all
   // registers and its vectors never go through memory.
   template <bool kSums>
@@ -935,7 +968,8 @@ struct Kept {
       if (most >= threshold && *(volatile unsigned*)slots <= kCandidates) {
 #pragma unroll
         for (int d = 0; d < kDepth; d++) {
-          if (max_or_nan(v[d]) >= threshold) note(v[d], row.first(j + d * kThreads), threshold, slice, slots);
+          const Vector<T> only[1] = {v[d]};
+          if (max_or_nan(v[d]) >= threshold) note(only, row.first(j + d * kThreads), 0, threshold, slice, slots);
         }
       }
     });
@@ -950,7 +984,7 @@ struct Kept {
     const Vector<T> v[1] = {row.load(at)};
     Sum sum;
     sum.add(v, threshold, scale, origin);
-    note(v[0], row.first(at), threshold, slice, slots);
+    note(v, row.first(at), 0, threshold, slice, slots);
     part.best = max_or_nan(part.best, max_or_nan(v[0])), part.sum += sum.sum;
     return part;
   }
@@ -978,14 +1012,17 @@ struct Kept {
       }
       hits &= hits - 1;
       if (from_whose) {
+        constexpr int kDepth = 2, kApart = 32 * kLanes;
+        Vector<T> nothing;
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
 #pragma unroll 1
-        for (int j = from + __ffs(from_whose) - 1 + lane % kLanes * 32; j < to; j += 32 * kLanes) {
-          const Vector<T> v = TeamRow::as_vector(part[j]);
-          note(v, row.first(j), threshold, &shared.slice, slots);
-          if (sums_weights) {
-            const Vector<T> only[1] = {v};
-            sum.add(only, threshold, scale(), origin);
-          }
+        for (int j = from + __ffs(from_whose) - 1 + lane % kLanes * 32; j < to; j += kDepth * kApart) {
+          Vector<T> v[kDepth];
+#pragma unroll
+          for (int d = 0; d < kDepth; d++) v[d] = j + d * kApart < to ? TeamRow::as_vector(part[j + d * kApart]) : nothing;
+          note(v, row.first(j), kApart * Row<T>::kWidth, threshold, &shared.slice, slots);
+          if (sums_weights) sum.add(v, threshold, scale, origin);
         }
       }
       __syncwarp();
@@ -997,10 +1034,11 @@ struct Kept {
   // others' weights relative to the reference. What is rare (NaN, +inf) is only noticed.
   __device__ Part pass(const Proposal& proposal, bool sums_weights) {
     __shared__ Part parts[kWarps];
+    on_top = false;
     count_pass();
 
     const float threshold = proposal.gathers ? proposal.threshold : CUDART_INF_F;
-    const float origin = proposal.reference * scale();
+    const float origin = proposal.reference * scale;
     Part part;
     if (C > 1 && row.staged) {
       part = scan_staged(threshold, origin, sums_weights, &noted());
@@ -1008,7 +1046,7 @@ struct Kept {
       Row<T> streamed(row.data, row.size, 0, 1);
       streamed.begin = row.begin, streamed.end = row.end;
       part = sums_weights
-          ? scan_slice<true>(streamed, threshold, scale(), origin, &shared.slice, &noted())
+          ? scan_slice<true>(streamed, threshold, scale, origin, &shared.slice, &noted())
           : scan_slice<false>(streamed, threshold, 0.0f, 0.0f, &shared.slice, &noted());
     }
     const auto combine = [](Part a, Part b) {
@@ -1027,35 +1065,36 @@ struct Kept {
       // Each tells all what it has found, with the first few elements. Where all are few, nothing more
       // is sent.
       constexpr unsigned kFew = 32;
-      __shared__ uint4 heard[C];
       __shared__ u64 few[C][kFew];
       const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
       const unsigned size = Team<C>::size(), rank = Team<C>::rank();
       if (threadIdx.x == 0) mail(1).expect(size * (sizeof(uint4) + sizeof(few[0])));
       if (threadIdx.x < size) {
         const uint4 said = {__float_as_uint(part.best), __float_as_uint(part.sum), total, 0};
-        mail(1).send(&heard[rank], said, threadIdx.x);
+        mail(1).send(&heard()[rank], said, threadIdx.x);
       }
       static_assert(kWarps >= C, "a warp sends to each");
       if (warp < size) {
-        const u64 element = (u64)shared.slice.keys[lane] << 32 | shared.slice.positions[lane];
+        const u64 element = (u64)shared.slice.keys[lane] << 32 | ~shared.slice.positions[lane];
         mail(1).send(&few[rank][lane], element, warp);
       }
       mail(1).wait(rounds++);
-      const uint4 said = lane < size ? heard[lane] : uint4{__float_as_uint(-CUDART_INF_F), 0, 0, 0};
-      if (combines) {
-        part = warp_reduce<C>(Part{__uint_as_float(said.x), __uint_as_float(said.y)}, combine);
-        part.best = __shfl_sync(~0u, part.best, 0), part.sum = __shfl_sync(~0u, part.sum, 0);
-      }
-      if (known) part.best = row_best;
+      const uint4 said = lane < size ? heard()[lane] : uint4{__float_as_uint(-CUDART_INF_F), 0, 0, 0};
+      // The sum is combined where it is needed.
+      part.best = known ? row_best : __shfl_sync(~0u, warp_reduce<C>(__uint_as_float(said.x), [](float a, float b) {
+        return max_or_nan(a, b);
+      }), 0);
       total = __reduce_add_sync(~0u, said.z);
       if (__reduce_max_sync(~0u, said.z) <= kFew) {
-        const unsigned place = __reduce_add_sync(~0u, lane < warp ? said.z : 0);
+        const unsigned place = __reduce_add_sync(~0u, lane < warp ? said.z : 0) + lane;
+        on_top = total <= kTop;
         if (warp < size && lane < __shfl_sync(~0u, said.z, warp)) {
           const u64 element = few[warp][lane];
-          shared.gathered.keys[place + lane] = element >> 32;
-          shared.gathered.positions[place + lane] = (unsigned)element;
+          shared.gathered.keys[place] = element >> 32, shared.gathered.positions[place] = ~(unsigned)element;
+          if (on_top) shared.top.orders[place] = element;
         }
+        // The next one belongs to the comparisons by twos.
+        if (on_top && threadIdx.x == kThreads - 1 && total < kTop) shared.top.orders[total] = 0;
         __syncthreads();
       } else if (total <= kCandidates) {
         if (threadIdx.x == 0) mail(2).expect(total * 2 * sizeof(unsigned));
@@ -1129,10 +1168,10 @@ struct Kept {
     Top& top = shared.top;
     __shared__ unsigned admitted, admitted_from;
     __shared__ Verdict verdict;
-    __shared__ Range whole;
+    __shared__ Rest rest;
     const bool whole_row = low <= kNegInfinityKey + 1;
     unsigned count = gathered, edge = low;
-    if (threadIdx.x == 0) top.slots = 0;
+    if (!on_top && threadIdx.x == 0) top.slots = 0;
     if (count > kTop) {
       if (threadIdx.x < kTopBins) top.bins[threadIdx.x] = 0;
       __syncthreads();
@@ -1178,70 +1217,62 @@ struct Kept {
     if (limited && limits.top_k > count && !complete) return false;
     // The mass of what is gathered and not ranked, where it matters.
     const bool refers = sums(joint) && count < gathered;
-    double others = 0.0;
+    if (!on_top) {
+      double others = 0.0;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < gathered; i += kThreads) {
-      const unsigned key = shared.gathered.keys[i];
-      if (key < edge && !refers) continue;
-      const double mass = rounded(mass_of_few(softmax, value_of(key)));
-      if (key >= edge) {
-        const unsigned slot = count == gathered ? i : atomicAdd(&top.slots, 1u);
-        top.found[slot] = {(u64)key << 32 | ~shared.gathered.positions[i], mass};
-      } else {
-        others += mass;
+      for (int i = threadIdx.x; i < gathered; i += kThreads) {
+        const unsigned key = shared.gathered.keys[i];
+        if (key >= edge) {
+          const unsigned slot = count == gathered ? i : atomicAdd(&top.slots, 1u);
+          top.orders[slot] = (u64)key << 32 | ~shared.gathered.positions[i];
+        } else if (refers) {
+          others += rounded_mass(weight_of_few(softmax, value_of(key)));
+        }
       }
+      // The next one belongs to the comparisons by twos.
+      if (threadIdx.x == kThreads - 1 && count < kTop) top.orders[count] = 0;
+      if (refers) {
+        others = warp_reduce(others, AddSums());
+        if (threadIdx.x % 32 == 0) top.others[threadIdx.x / 32] = others;
+      }
+      __syncthreads();
     }
-    if (refers) {
-      others = warp_reduce(others, AddSums());
-      if (threadIdx.x % 32 == 0) top.others[threadIdx.x / 32] = others;
-    }
-    __syncthreads();
+    ranked = count;
     count_step();
-    summed = !(limited && !(limits.top_p < 1.0f) && !(limits.min_p > 0.0f));
     const bool by_mass = limits.top_p < 1.0f && limits.top_k != 1, of_ranked = complete || (limited && !joint);
-    // What a top-p is a fraction of, if not of the ranked: by a warp that has the fewest comparisons to make.
-    if (by_mass && !of_ranked && threadIdx.x / 32 == kWarps - 1) {
-      const unsigned lane = threadIdx.x % 32;
-      double inside = refers && lane < kWarps ? top.others[lane] : 0.0;
-#pragma unroll
-      for (int i = 0; i < kTop / 32; i++) inside += lane + i * 32 < count ? top.found[lane + i * 32].mass : 0.0;
-      whole = bound(passed, reference, warp_reduce(inside, AddSums()));
-    }
-    const Pairs pairs(count);
-    if (pairs.works) {
-      const bool exists = pairs.element < count, writes = exists && pairs.part == 0;
-      const Top::Member mine = top.found[exists ? pairs.element : 0];
-      unsigned rank = 0;
-      if (summed) {
-        double above = 0.0;
-        pairs.for_each(count, [&](unsigned other, bool is) {
-          const Top::Member its = top.found[other];
-          if (is && its.order > mine.order) rank++, above += its.mass;
-        });
-        rank = pairs.combine(rank), above = pairs.combine(above);
-        if (writes) top.above[rank] = above;
-      } else {
-        pairs.for_each(count, [&](unsigned other, bool is) { rank += is && top.found[other].order > mine.order; });
-        rank = pairs.combine(rank);
+    // What a top-p is a fraction of, if not of the ranked, and their masses: by warps that have the fewest comparisons to
+    // make.
+    constexpr int kWeighs = kTop / 32, kBounds = kWarps - kWeighs - 1;
+    if (by_mass && !of_ranked && threadIdx.x / 32 == kBounds) {
+      const int lane = threadIdx.x % 32;
+      const double others = warp_reduce(refers && lane < kWarps ? top.others[lane] : 0.0, AddSums());
+      float sum = passed.sum;
+      if constexpr (C > 1) {
+        sum = lane < Team<C>::size() ? __uint_as_float(heard()[lane].y) : 0.0f;
+        sum = __shfl_sync(~0u, warp_reduce<C>(sum, AddSums()), 0);
       }
-      if (writes) top.ranked[rank] = mine;
+      rest = bound(sum, reference);
+      rest.gathered = others;
     }
+    if (threadIdx.x / 32 > kBounds && threadIdx.x % kTop < count) {
+      const unsigned element = threadIdx.x % kTop;
+      const float weight = softmax.weight(value_of(top.orders[element] >> 32));
+      top.rounded[element] = rounded_mass(weight), top.exact[element] = Softmax::mass_of(weight);
+    }
+    rank_orders(top, count);
     __syncthreads();
-    if (!summed) {
+    if (!(limits.top_p < 1.0f) && !(limits.min_p > 0.0f) && limited) {
       members = min(limits.top_k, count);
     } else {
       const unsigned most = limited ? min(limits.top_k, count) : count;
-      if (threadIdx.x < 32) {
-        const double mass = of_ranked ? top.first(limited && !joint ? most : count) : 0.0;
-        decide(&verdict, count, most, limited || complete, by_mass, of_ranked ? Range{mass, mass, true} : whole);
-      }
+      if (threadIdx.x < 32) decide(&verdict, count, most, limited || complete, by_mass, limited && !joint, of_ranked, rest);
       __syncthreads();
       if (verdict.wants_exact) {
         __shared__ Mass exact;
         Mass all = {0, 0};
         if (!of_ranked) all = mass_above(kNegInfinityKey);
         if (threadIdx.x == 0) exact = all;
-        make_exact(&top, count, softmax);
+        __syncthreads();
         if (threadIdx.x < 32) {
           bool closed = limited || complete;
           unsigned kept = min(most, exact_ends(top, count, limited && !joint ? most : count, closed, &exact, limits.top_p));
@@ -1254,9 +1285,9 @@ struct Kept {
       if (!verdict.closed) return false;
       members = verdict.kept;
     }
-    const u64 last = top.ranked[members - 1].order;
+    const u64 last = top.ranked(members - 1);
     cut_key = last >> 32, cut_end = ~(unsigned)last + 1;
-    best_position = ~(unsigned)top.ranked[0].order;
+    best_position = ~(unsigned)top.ranked(0);
     return true;
   }
 
@@ -1266,33 +1297,47 @@ struct Kept {
     bool closed, wants_exact;
   };
 
-  // What a mass lies in, if anything is known of it.
-  struct Range {
-    double least, most;
+  // What the mass of what is not ranked lies in, if anything is known of it, besides what is gathered.
+  struct Rest {
+    double gathered, least, most;
     bool known;
   };
 
-  // By one warp: `most` may be kept of the ranked. Few instructions matter more than few at a time: their latencies
-  // add up.
+  // By one warp: `most` may be kept of the ranked, and a top-p refers to those (`of_most`), or to all that are ranked
+  // (`of_ranked`), or to the rest, too. Few instructions matter more than few at a time: their latencies add up.
   __device__ __forceinline__ void decide(Verdict* verdict, unsigned count, unsigned most, bool closed, bool by_mass,
-                                         const Range& whole) const {
+                                         bool of_most, bool of_ranked, const Rest& rest) const {
     const Top& top = shared.top;
     unsigned kept = most;
     bool wants_exact = false;
     if (by_mass) {
-      if (whole.known) {
-        const double target = limits.top_p * whole.most * (1.0 + kRounding);
-        const double least = limits.top_p * whole.least * (1.0 - kRounding);
+      const unsigned first = threadIdx.x % 32 * kTopEach, of = of_most ? most : count;
+      const uchar4 four = reinterpret_cast<const uchar4*>(top.by_rank)[threadIdx.x % 32];
+      const unsigned elements[kTopEach] = {four.x, four.y, four.z, four.w};
+      double masses[kTopEach], sum = 0.0;
+#pragma unroll
+      for (int i = 0; i < kTopEach; i++) masses[i] = first + i < of ? top.rounded[elements[i]] : 0.0, sum += masses[i];
+      double total;
+      double above = exclusive_sum(sum, &total);
+      double whole = total, whole_least = total;
+      bool known = true;
+      if (!of_ranked) {
+        const double inside = total + rest.gathered;
+        known = rest.known;
+        whole = inside * (1.0 + kRounding) + rest.most, whole_least = inside * (1.0 - kRounding) + rest.least;
+      }
+      if (known) {
+        const double target = limits.top_p * whole * (1.0 + kRounding);
+        const double least = limits.top_p * whole_least * (1.0 - kRounding);
         // How many of the ranked begin before it.
         unsigned ends = 0;
 #pragma unroll
-        for (int i = 0; i < kTop / 32; i++) {
-          const unsigned at = threadIdx.x % 32 + i * 32;
-          const double above = top.above[at];
-          if (at < count) ends += (above < target) + ((above < least) << 16);
+        for (int i = 0; i < kTopEach; i++) {
+          if (first + i < of) ends += (above < target) + ((above < least) << 16);
+          above += masses[i];
         }
         ends = __reduce_add_sync(~0u, ends);
-        if (!closed && top.first(count) < target) {
+        if (!closed && total < target) {
           // Beyond the edge, or so close to it that only the exact sum tells.
           kept = 0;
         } else {
@@ -1319,29 +1364,29 @@ struct Kept {
     unsigned ends = 0;
 #pragma unroll 1
     for (unsigned at = threadIdx.x % 32; at < count; at += 32) {
-      ends += (double)softmax.exponent(value_of(top.ranked[at].order >> 32)) >= bound;
+      ends += (double)softmax.exponent(value_of(top.ranked(at) >> 32)) >= bound;
     }
     return __reduce_add_sync(~0u, ends);
   }
 
   // How many of the ranked begin before the nucleus ends, by exact sums: of `all`, or where that is 0 of the first
-  // `of`. None where the ranked are less than it, and are not all. By one warp, after make_exact.
+  // `of`. None where the ranked are less than it, and are not all. By one warp.
   static __device__ __noinline__ unsigned exact_ends(const Top& top, unsigned count, unsigned of, bool closed,
                                                      const Mass* all, float top_p) {
     Mass sum = {0, 0}, whole = *all;
     if ((whole.low | whole.high) == 0) {
 #pragma unroll 1
-      for (unsigned i = 0; i < of; i++) whole = whole + Mass{top.found[i].order, 0};
+      for (unsigned i = 0; i < of; i++) whole = whole + Mass{top.exact[top.by_rank[i]], 0};
     }
     const Mass target = nucleus(top_p, whole);
     unsigned ends = 0;
 #pragma unroll 1
-    for (; ends < count && sum < target; ends++) sum = sum + Mass{top.found[ends].order, 0};
+    for (; ends < count && sum < target; ends++) sum = sum + Mass{top.exact[top.by_rank[ends]], 0};
     return closed || !(sum < target) ? ends : 0;
   }
 
-  // What the exact sum of weights lies in: what is gathered, and the rest from the pass's f32 sum relative to the
-  // reference. Not known where there is no bound.
+  // What the exact sum of the weights that are not gathered lies in: from the pass's f32 sum relative to the reference.
+  // Not known where there is no bound.
   //
   // The pass's weights are 2^(x scale - origin) with one rounding of the exponent, whatever the product
   // that the origin is rounded from: it is the same number here. A thread's sum that has another origin is brought
@@ -1354,10 +1399,10 @@ struct Kept {
   // tree that joins the threads', by 30; how far the origin is below the maximum adds 6 times that, and 8. The sum of a
   // thread may have an origin of its own, not below any of its logits: exponents that add up are off by what their sum
   // is, and the second factor by 6. The rest is slack. Besides, each exact weight is rounded down to a unit.
-  __device__ __forceinline__ Range bound(const Part& passed, float reference, double inside) const {
-    const Range unknown = {0.0, 0.0, false};
-    const float max = value_of(best_key), sum = passed.sum;
-    const float origin = reference * scale(), octaves = __fmaf_rn(max, scale(), -origin);
+  __device__ __forceinline__ Rest bound(float sum, float reference) const {
+    const Rest unknown = {0.0, 0.0, 0.0, false};
+    const float max = value_of(best_key);
+    const float origin = reference * scale, octaves = __fmaf_rn(max, scale, -origin);
     const float beyond = fmaxf(octaves * 0.6931472f, 0.0f);
     // At lower temperatures the pass's scale overflows: its weights are 0 where the exact ones are not.
     if (!(limits.temperature >= 1e-38f)) return unknown;
@@ -1370,8 +1415,7 @@ struct Kept {
     const float tilt = sum > 0.0f ? (__log2f((float)row.size) - __log2f(sum) + 1.0f) * kLn2 : 0.0f;
     const float error = kUnit * (6.0f * tilt + 8.0f * beyond + 76.0f);
     const double rest = sum * exp2_approx(-octaves) * 0x1p62;
-    const double least = inside * (1.0 - kRounding) + fmax(rest * (1.0f - error) - row.size, 0.0);
-    return {least, inside * (1.0 + kRounding) + rest * (1.0f + error), true};
+    return {0.0, fmax(rest * (1.0f - error) - row.size, 0.0), rest * (1.0f + error), true};
   }
 
   // Notes an element of the slice, if there is room. Of many: an addition for all that come together.

@@ -28,4 +28,8 @@ inline void add_below(float* sum, float weight, float x, float threshold) {
   if (x < threshold) *sum += weight;
 }
 template <class V>
+void add_above(unsigned* sum, unsigned by, V a, V b) {
+  if (a > b) *sum += by;
+}
+template <class V>
 void forget_value(V&) {}
