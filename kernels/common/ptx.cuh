@@ -75,16 +75,16 @@ __device__ __forceinline__ void add_below(float* sum, float weight, float x, flo
       : "f"(x), "f"(threshold), "f"(weight));
 }
 
-// Adds where a > b, by no more than a comparison and an addition.
-__device__ __forceinline__ void add_above(unsigned* sum, unsigned by, unsigned a, unsigned b) {
-  asm("{\n.reg .pred above;\nsetp.gt.u32 above, %1, %2;\n@above add.u32 %0, %0, %3;\n}"
-      : "+r"(*sum)
-      : "r"(a), "r"(b), "r"(by));
+// All bits where a > b, else none. To be added up, where a condition for each addition would take its own time.
+__device__ __forceinline__ unsigned all_if_above(unsigned a, unsigned b) {
+  unsigned all;
+  asm("set.gt.u32.u32 %0, %1, %2;" : "=r"(all) : "r"(a), "r"(b));
+  return all;
 }
-__device__ __forceinline__ void add_above(unsigned* sum, unsigned by, unsigned long long a, unsigned long long b) {
-  asm("{\n.reg .pred above;\nsetp.gt.u64 above, %1, %2;\n@above add.u32 %0, %0, %3;\n}"
-      : "+r"(*sum)
-      : "l"(a), "l"(b), "r"(by));
+__device__ __forceinline__ unsigned all_if_above(unsigned long long a, unsigned long long b) {
+  unsigned all;
+  asm("set.gt.u32.u64 %0, %1, %2;" : "=r"(all) : "l"(a), "l"(b));
+  return all;
 }
 
 // Values of which the compiler is to know nothing from here on.

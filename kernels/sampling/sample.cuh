@@ -217,9 +217,11 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
   __shared__ u64 draw;
   __shared__ long long step;
   DrawSource::Drawn drawn = {false, 0, 0};
+  unsigned index = Team<C>::index();
+  forget_value(index);  // A division: not once more where it is needed again.
   const bool draws_early = threadIdx.x / 32 == kWarps - 1 && Team<C>::rank() == 0;
-  if (draws_early) drawn = draws.load(Kept<T, C>::row_index());
-  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), [&] {
+  if (draws_early) drawn = draws.load(index);
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), index, [&] {
     if (draws_early) {
       const u64 its = drawn.draw();
       if (threadIdx.x % 32 == 0) draw = its, step = drawn.step;

@@ -110,7 +110,7 @@ constexpr int kSegments = 256;
 // The best of a row in order, found first in any order.
 constexpr int kTop = 128, kTopBins = 256, kTopEach = kTop / 32;
 struct alignas(16) Top {
-  // The key, and the position's complement: the order as an integer. 0 beyond the last.
+  // The key, and the position's complement: the order as an integer. kNoOrder beyond the last.
   u64 orders[kTop];
   double rounded[kTop];  // their masses
   u64 exact[kTop];
@@ -137,8 +137,10 @@ constexpr double kRounding = 0x1p-27;
 
 static __device__ __noinline__ float weight_of_few(const Softmax softmax, float x) { return softmax.weight(x); }
 
-// Ranks the first `count` of the orders, at most kTop, and their ids: by comparisons of all with all. Beyond them there
-// is nothing, or 0.
+// Below every other, and of no lower id.
+constexpr u64 kNoOrder = 0x80000000u;
+
+// Ranks the first `count` of the orders, at most kTop, and their ids: by comparisons of all with all.
 __device__ __forceinline__ void rank_orders(Top& top, unsigned count) {
   // A thread compares four elements at a time: loads, of which each serves all four, would take the most time.
   constexpr unsigned kEach = 4, kLogThreads = __builtin_ctz(kThreads);
@@ -152,26 +154,25 @@ __device__ __forceinline__ void rank_orders(Top& top, unsigned count) {
   const unsigned own = min(tile, kTop / kEach - 1);
   const ulonglong2 a = two(2 * own), b = two(2 * own + 1);
   const u64 mine[kEach] = {a.x, a.y, b.x, b.y};
-  // Four in a word: no rank has more than 7 bits.
-  unsigned ranks = 0, places = 0;
-#pragma unroll 2
+  unsigned rank[kEach] = {}, place[kEach] = {};
+#pragma unroll 1
   for (unsigned pair = part; 2 * pair < count; pair += parts) {
     const ulonglong2 both = two(pair);
-    const u64 its[2] = {both.x, both.y};
 #pragma unroll
-    for (int o = 0; o < 2; o++) {
-#pragma unroll
-      for (int i = 0; i < kEach; i++) {
-        add_above(&ranks, 1u << 8 * i, its[o], mine[i]);
-        // Complements: the greater one is the lower id.
-        add_above(&places, 1u << 8 * i, (unsigned)its[o], (unsigned)mine[i]);
-      }
+    for (int i = 0; i < kEach; i++) {
+      rank[i] -= all_if_above(both.x, mine[i]) + all_if_above(both.y, mine[i]);
+      // Complements: the greater one is the lower id. They are not below 2^31.
+      place[i] += (unsigned)mine[i] - (unsigned)both.x >> 31;
+      place[i] += (unsigned)mine[i] - (unsigned)both.y >> 31;
     }
   }
+  // Four in a word: none has more than 8 bits.
+  unsigned ranks = rank[0] | rank[1] << 8 | rank[2] << 16 | rank[3] << 24;
+  unsigned places = place[0] | place[1] << 8 | place[2] << 16 | place[3] << 24;
 #pragma unroll
   for (unsigned lanes = 1; lanes < 32; lanes *= 2) {
-    const unsigned its_ranks = __shfl_xor_sync(~0u, ranks, lanes), its_places = __shfl_xor_sync(~0u, places, lanes);
-    if (lanes < parts) ranks += its_ranks, places += its_places;
+    if (lanes >= parts) break;
+    ranks += __shfl_xor_sync(~0u, ranks, lanes), places += __shfl_xor_sync(~0u, places, lanes);
   }
   const unsigned element = tile * kEach + part;
   if (part < kEach && element < count) {
@@ -351,33 +352,8 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
   }
 }
 
-// The truncation of one row. Every member is uniform over the team.
-template <class T, int C>
-struct Kept {
-  // Loads in flight for the pass that does little else.
-  static constexpr int kLight = kVariant.in_flight > 0 ? kVariant.in_flight : kThreads > 512 ? 2 : 4;
-  friend struct Alternatives;
-  typedef Row<T, (C > 1)> TeamRow;
-
-  // The sample: a few vectors a thread, evenly from the row.
-  struct Sampled {
-    static constexpr int kSize = kThreads * Row<T>::kWidth > 4096 ? kThreads * Row<T>::kWidth : 4096;
-    static constexpr int kVectors = kSize / kThreads / Row<T>::kWidth;
-    Vector<T> vectors[kVectors];
-
-    __device__ explicit Sampled(const TeamRow& row) {
-#pragma unroll
-      for (int i = 0; i < kVectors; i++) {
-        const int at = threadIdx.x + i * kThreads;
-        vectors[i] = row.load_global((int)((long long)at * row.vectors() / (kThreads * kVectors)));
-      }
-    }
-    __device__ __forceinline__ float operator()(int i, int w) const { return widen(vectors[i].at[w]); }
-  };
-
-  TeamRow row;
-  Truncation limits;
-  Shared<C>& shared;
+// What the truncation of a row finds.
+struct Cut {
   Softmax softmax;
 
   unsigned best_key, best_position;
@@ -407,13 +383,46 @@ struct Kept {
   unsigned low, high;
   int gathered;
 
+  __device__ __forceinline__ explicit Cut(const Softmax& softmax) : softmax(softmax) {}
+};
+
+// The truncation of one row. Every member is uniform over the team.
+template <class T, int C>
+struct Kept : Cut {
+  // Loads in flight for the pass that does little else.
+  static constexpr int kLight = kVariant.in_flight > 0 ? kVariant.in_flight : kThreads > 512 ? 2 : 4;
+  friend struct Alternatives;
+  typedef Row<T, (C > 1)> TeamRow;
+
+  // The sample: a few vectors a thread, evenly from the row.
+  struct Sampled {
+    static constexpr int kSize = kThreads * Row<T>::kWidth > 4096 ? kThreads * Row<T>::kWidth : 4096;
+    static constexpr int kVectors = kSize / kThreads / Row<T>::kWidth;
+    Vector<T> vectors[kVectors];
+
+    __device__ explicit Sampled(const TeamRow& row) {
+#pragma unroll
+      for (int i = 0; i < kVectors; i++) {
+        const int at = threadIdx.x + i * kThreads;
+        vectors[i] = row.load_global((int)((long long)at * row.vectors() / (kThreads * kVectors)));
+      }
+    }
+    __device__ __forceinline__ float operator()(int i, int w) const { return widen(vectors[i].at[w]); }
+  };
+
+  TeamRow row;
+  Truncation limits;
+  Shared<C>& shared;
+  unsigned index;
+
   // `meanwhile` is called by every thread before a barrier of the block, at a time when there is nothing
   // else to do, or little.
   template <class Meanwhile>
-  __device__ Kept(const Request& r, Shared<C>& shared, Meanwhile meanwhile)
-      : row(static_cast<const T*>(r.logits) + row_index() * r.row_stride, r.vocab, Team<C>::rank(), Team<C>::size()),
+  __device__ Kept(const Request& r, Shared<C>& shared, unsigned index, Meanwhile meanwhile)
+      : Cut(Softmax(0.0f, 1.0f)),
+        row(static_cast<const T*>(r.logits) + index * r.row_stride, r.vocab, Team<C>::rank(), Team<C>::size()),
         shared(shared),
-        softmax(0.0f, 1.0f) {
+        index(index) {
     // Ordered by the barrier before the threshold is known.
     if (threadIdx.x == 0) route_counters() = RouteCounters{0, 0, 0, 0}, noted() = 0;
     // Loads that wait for nothing go out together.
@@ -476,6 +485,12 @@ struct Kept {
     return said;
   }
 
+  // The key of what a pass has noted.
+  __device__ __forceinline__ unsigned noted_key(unsigned i) const {
+    const unsigned noted = shared.slice.keys[i];
+    return row.staged ? key_of(__uint_as_float(noted)) : noted;
+  }
+
   // How many elements the pass has noted.
   static __device__ __forceinline__ unsigned& noted() {
     __shared__ unsigned slots;
@@ -493,7 +508,7 @@ struct Kept {
     return raw;
   }
 
-  static __device__ __forceinline__ long long row_index() { return Team<C>::index(); }
+  __device__ __forceinline__ long long row_index() const { return index; }
 
   __device__ __forceinline__ bool holds(float x, int position) const {
     return holds(cut_key, cut_end, x, position);
@@ -622,43 +637,55 @@ struct Kept {
     return false;
   }
 
-  __device__ void find_cut(int joint, Proposal proposal) {
+  __device__ __forceinline__ void find_cut(int joint, Proposal proposal) {
     members = 0;
-    const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
-    bool counted;  // whether `numbers` is exact
-    while (true) {
-      if constexpr (C > 1) {
-        if (proposal.asks_sample) {
-          // Else the compiler works out ahead of the loop, for every row, whatever it can of this.
-          forget_value(row.size), forget_value(row.shift), forget_value(row.begin), forget_value(row.end);
-          forget_value(limits.top_k), forget_value(limits.top_p), forget_value(limits.min_p);
-          forget_value(limits.temperature);
-          proposal = propose(Sampled(row));
-          if (row.staged) proposal.reference = row_best;
-        }
-      }
-      Part part = {0.0f, 0.0f};
-      counted = (limited || kVariant.truncates == Truncates::kNever) && !proposal.gathers;
-      if (counted) {
-        forget();
-        count_all();
-      } else {
-        part = pass(proposal, sums(joint));
-        counted = gathered && low <= kNegInfinityKey + 1;
-        if (has_nan || has_infinity || best_key <= kNegInfinityKey) count_all(), counted = true;
-      }
-      cut_key = ~0u, cut_end = 0;
-      if (numbers == 0) return;
-      softmax = Softmax(value_of(best_key), limits.temperature);
-      if (kVariant.searches == Searches::kRanked && gathered && rank_top(joint, part, proposal.reference)) return;
-      if constexpr (C == 1) break;
-      if (threadIdx.x == 0) noted() = 0;
-      Team<C>::sync();  // The slices are free again.
-      reads = true;
-      if (!proposal.first_guess) break;
-      proposal.asks_sample = true;
-    }
+    bool counted = false;
+    if (!proposal.asks_sample && find_among_best(joint, proposal, &counted)) return;
+    // What a pointer is taken of lies in memory.
+    Kept copy(*this);
+    search(&copy, joint, proposal, counted);
+    static_cast<Cut&>(*this) = copy;
+  }
 
+  // Parts 1 and 2. Whether that is all. `counted`: whether `numbers` is exact.
+  __device__ __forceinline__ bool find_among_best(int joint, const Proposal& proposal, bool* counted) {
+    Part part = {0.0f, 0.0f};
+    *counted = (limited() || kVariant.truncates == Truncates::kNever) && !proposal.gathers;
+    if (*counted) {
+      forget();
+      count_all();
+    } else {
+      part = pass(proposal, sums(joint));
+      *counted = gathered && low <= kNegInfinityKey + 1;
+      if (has_nan || has_infinity || best_key <= kNegInfinityKey) count_all(), *counted = true;
+    }
+    cut_key = ~0u, cut_end = 0;
+    if (numbers == 0) return true;
+    softmax = Softmax(value_of(best_key), limits.temperature);
+    return kVariant.searches == Searches::kRanked && gathered && rank_top(joint, part, proposal.reference);
+  }
+
+  __device__ __forceinline__ bool limited() const {
+    return limits.top_k > 0 && limits.top_k < (unsigned)row.size;
+  }
+
+  // All else. By itself, on a copy: what is rare takes no registers from what is not.
+  static __device__ __noinline__ void search(Kept* kept, int joint, const Proposal proposal, bool counted) {
+    Kept own(*kept);
+    own.search(joint, proposal, counted);
+    static_cast<Cut&>(*kept) = own;
+  }
+  __device__ __forceinline__ void search(int joint, Proposal proposal, bool counted) {
+    if constexpr (C > 1) {
+      if (!proposal.asks_sample) set_free();
+      if (proposal.asks_sample || proposal.first_guess) {
+        proposal = propose(Sampled(row));
+        if (row.staged) proposal.reference = row_best;
+        if (find_among_best(joint, proposal, &counted)) return;
+        set_free();
+      }
+    }
+    const bool limited = this->limited();
     if (limited && numbers < limits.top_k && !counted) count_all();
     cut_key = kNegInfinityKey;
     if (limits.top_k == 1) {
@@ -675,6 +702,13 @@ struct Kept {
     if (limits.top_p < 1.0f) top_p(joint, &ties);
     if (limits.min_p > 0.0f) min_p(&ties);
     if (ties) cut_end = kVariant.cuts_duplicates ? position_of_tie(ties) : ~0u;
+  }
+
+  // Makes the slices free for another pass.
+  __device__ __forceinline__ void set_free() {
+    if (threadIdx.x == 0) noted() = 0;
+    Team<C>::sync();
+    reads = true;
   }
 
   // Whether the pass sums the weights: where a top-p refers to more than a top-k leaves.
@@ -754,8 +788,8 @@ struct Kept {
 #pragma unroll
       for (int i = 0; i < kGroups / kShare / 4; i++) {
         const uint4 its = others[i * kShare];
-        add_above(&below, 1, pivot, its.x), add_above(&more_below, 1, pivot, its.y);
-        add_above(&below, 1, pivot, its.z), add_above(&more_below, 1, pivot, its.w);
+        below -= all_if_above(pivot, its.x) + all_if_above(pivot, its.y);
+        more_below -= all_if_above(pivot, its.z) + all_if_above(pivot, its.w);
       }
       below += more_below;
 #pragma unroll
@@ -899,9 +933,9 @@ struct Kept {
     float sum;
   };
 
-  // Notes the elements of vectors, `apart` of each other, that reach the threshold. Beyond the buffer they are only
-  // counted.
-  template <int kCount>
+  // Notes the elements of vectors, `apart` of each other, that reach the threshold: their keys, or as long as only the
+  // member looks at them their bits. Where there is no room they are only counted.
+  template <bool kKeys, int kCount>
   static __device__ __forceinline__ void note(const Vector<T>(&v)[kCount], int first, int apart, float threshold,
                                               Elements* slice, unsigned* slots) {
     unsigned count = 0;
@@ -912,15 +946,14 @@ struct Kept {
     }
     if (count == 0) return;
     unsigned slot = shared_add(slots, count);
+    if (slot + count > kCandidates) return;
 #pragma unroll
     for (int i = 0; i < kCount; i++) {
 #pragma unroll
       for (int w = 0; w < Row<T>::kWidth; w++) {
         const float x = widen(v[i].at[w]);
-        const unsigned key = key_of(x);
-        if (x >= threshold && slot < kCandidates) {
-          slice->keys[slot] = key, slice->positions[slot] = first + i * apart + w;
-        }
+        const unsigned key = kKeys ? key_of(x) : __float_as_uint(x);
+        if (x >= threshold) slice->keys[slot] = key, slice->positions[slot] = first + i * apart + w;
         slot += x >= threshold;
       }
     }
@@ -969,7 +1002,7 @@ struct Kept {
 #pragma unroll
         for (int d = 0; d < kDepth; d++) {
           const Vector<T> only[1] = {v[d]};
-          if (max_or_nan(v[d]) >= threshold) note(only, row.first(j + d * kThreads), 0, threshold, slice, slots);
+          if (max_or_nan(v[d]) >= threshold) note<true>(only, row.first(j + d * kThreads), 0, threshold, slice, slots);
         }
       }
     });
@@ -984,7 +1017,7 @@ struct Kept {
     const Vector<T> v[1] = {row.load(at)};
     Sum sum;
     sum.add(v, threshold, scale, origin);
-    note(v, row.first(at), 0, threshold, slice, slots);
+    note<true>(v, row.first(at), 0, threshold, slice, slots);
     part.best = max_or_nan(part.best, max_or_nan(v[0])), part.sum += sum.sum;
     return part;
   }
@@ -1002,8 +1035,7 @@ struct Kept {
     constexpr int kAtOnce = 4, kLanes = 32 / kAtOnce;
     unsigned hits = __ballot_sync(~0u, own_best >= threshold);
 #pragma unroll 1
-    // A full buffer takes no more: all lanes must have seen it so.
-    while (hits && !__any_sync(~0u, *(volatile unsigned*)slots > kCandidates)) {
+    while (hits) {
       unsigned from_whose = hits;
 #pragma unroll
       for (int i = 1; i < kAtOnce; i++) {
@@ -1021,11 +1053,13 @@ struct Kept {
           Vector<T> v[kDepth];
 #pragma unroll
           for (int d = 0; d < kDepth; d++) v[d] = j + d * kApart < to ? TeamRow::as_vector(part[j + d * kApart]) : nothing;
-          note(v, row.first(j), kApart * Row<T>::kWidth, threshold, &shared.slice, slots);
+          note<false>(v, row.first(j), kApart * Row<T>::kWidth, threshold, &shared.slice, slots);
           if (sums_weights) sum.add(v, threshold, scale, origin);
         }
       }
       __syncwarp();
+      // A full buffer takes no more: all lanes must have seen it so.
+      if (hits && __any_sync(~0u, *(volatile unsigned*)slots > kCandidates)) break;
     }
     return {own_best, sum.sum};
   }
@@ -1075,7 +1109,7 @@ struct Kept {
       }
       static_assert(kWarps >= C, "a warp sends to each");
       if (warp < size) {
-        const u64 element = (u64)shared.slice.keys[lane] << 32 | ~shared.slice.positions[lane];
+        const u64 element = (u64)noted_key(lane) << 32 | ~shared.slice.positions[lane];
         mail(1).send(&few[rank][lane], element, warp);
       }
       mail(1).wait(rounds++);
@@ -1094,7 +1128,7 @@ struct Kept {
           if (on_top) shared.top.orders[place] = element;
         }
         // The next one belongs to the comparisons by twos.
-        if (on_top && threadIdx.x == kThreads - 1 && total < kTop) shared.top.orders[total] = 0;
+        if (on_top && threadIdx.x == kThreads - 1 && total < kTop) shared.top.orders[total] = kNoOrder;
         __syncthreads();
       } else if (total <= kCandidates) {
         if (threadIdx.x == 0) mail(2).expect(total * 2 * sizeof(unsigned));
@@ -1105,7 +1139,7 @@ struct Kept {
         const unsigned sender = warp & ((1 << log_senders) - 1);
 #pragma unroll 1
         for (unsigned i = sender * 32 + lane; to < size && i < count; i += 32 << log_senders) {
-          mail(2).send(&shared.gathered.keys[place + i], shared.slice.keys[i], to);
+          mail(2).send(&shared.gathered.keys[place + i], noted_key(i), to);
           mail(2).send(&shared.gathered.positions[place + i], shared.slice.positions[i], to);
         }
         mail(2).wait(sendings++);
@@ -1230,7 +1264,7 @@ struct Kept {
         }
       }
       // The next one belongs to the comparisons by twos.
-      if (threadIdx.x == kThreads - 1 && count < kTop) top.orders[count] = 0;
+      if (threadIdx.x == kThreads - 1 && count < kTop) top.orders[count] = kNoOrder;
       if (refers) {
         others = warp_reduce(others, AddSums());
         if (threadIdx.x % 32 == 0) top.others[threadIdx.x / 32] = others;

@@ -28,8 +28,8 @@ inline void add_below(float* sum, float weight, float x, float threshold) {
   if (x < threshold) *sum += weight;
 }
 template <class V>
-void add_above(unsigned* sum, unsigned by, V a, V b) {
-  if (a > b) *sum += by;
+unsigned all_if_above(V a, V b) {
+  return a > b ? ~0u : 0;
 }
 template <class V>
 void forget_value(V&) {}
