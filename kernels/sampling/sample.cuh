@@ -52,7 +52,7 @@ struct SampleOutputs {
 static __device__ __noinline__ unsigned invert_exactly(const Top& top, unsigned size, u64 draw) {
   Mass mass = {0, 0};
 #pragma unroll 1
-  for (unsigned i = 0; i < size; i++) mass = mass + Mass{top.exact[top.by_rank[i]], 0};
+  for (unsigned i = 0; i < size; i++) mass = mass + Mass{top.mass(top.by_rank[i]), 0};
   const Mass point = inverted(mass, draw);
   unsigned drawn = 0;
 #pragma unroll 1
@@ -62,11 +62,41 @@ static __device__ __noinline__ unsigned invert_exactly(const Top& top, unsigned 
 #pragma unroll 1
     for (unsigned j = 0; j < size; j++) {
       const unsigned other = top.by_rank[j];
-      if ((unsigned)top.orders[other] >= id) up_to = up_to + Mass{top.exact[other], 0};
+      if ((unsigned)top.orders[other] >= id) up_to = up_to + Mass{top.mass(other), 0};
     }
-    if (point < up_to && !(point < up_to - Mass{top.exact[mine], 0})) drawn = mine;
+    if (point < up_to && !(point < up_to - Mass{top.mass(mine), 0})) drawn = mine;
   }
   return __reduce_max_sync(~0u, drawn);
+}
+
+// The same by rounded sums, in the order of ids; ~0 where they leave a doubt. `ranked` are in that order.
+template <class N>
+__device__ __forceinline__ unsigned invert_about(const Top& top, unsigned ranked, unsigned size, u64 draw) {
+  // A few each. What is not kept has no weight.
+  const unsigned first = threadIdx.x % 32 * kTopEach;
+  const ushort4 four = reinterpret_cast<const ushort4*>(top.by_id)[threadIdx.x % 32];
+  const unsigned entries[kTopEach] = {four.x, four.y, four.z, four.w};
+  N weights[kTopEach], sum = 0, total;
+#pragma unroll
+  for (int i = 0; i < kTopEach; i++) {
+    const bool is = first + i < ranked && entries[i] >> 8 < size;
+    weights[i] = is ? Rounding<N>::round(top.weights[entries[i] & 0xff]) : N(0), sum += weights[i];
+  }
+  N up_to = exclusive_sum(sum, &total);
+  const N point = total * ((N)draw * N(0x1p-64)), margin = total * Rounding<N>::kMost;
+  unsigned drawn = 0;
+#pragma unroll
+  for (int i = 0; i < kTopEach; i++) {
+    const N before = up_to;
+    up_to += weights[i];
+    if (weights[i] > 0 && point + margin < up_to && point - margin >= before) drawn = entries[i] | ~0xffu;
+  }
+  drawn = __reduce_max_sync(~0u, drawn);
+  return drawn ? drawn & 0xff : ~0u;
+}
+static __device__ __noinline__ unsigned invert_better(const Top& top, unsigned ranked, unsigned size, u64 draw) {
+  const unsigned drawn = invert_about<double>(top, ranked, size, draw);
+  return drawn != ~0u ? drawn : invert_exactly(top, size, draw);
 }
 
 // All inversions tell the mass of the kept set too, or its logarithm; this one, by the first warp, the token's logit.
@@ -74,32 +104,11 @@ template <class T, int C>
 __device__ __forceinline__ unsigned invert_top(const Kept<T, C>& kept, u64 draw, bool wants_log, double* log,
                                                float* logit) {
   const Top& top = kept.shared.top;
-  const unsigned size = kept.members;
   u64 order = 0;
   if (threadIdx.x < 32) {
-    // A few each, in the order of ids. What is not kept has no mass.
-    const unsigned first = threadIdx.x * kTopEach;
-    const ushort4 four = reinterpret_cast<const ushort4*>(top.by_id)[threadIdx.x];
-    const unsigned entries[kTopEach] = {four.x, four.y, four.z, four.w};
-    double masses[kTopEach], sum = 0.0;
-#pragma unroll
-    for (int i = 0; i < kTopEach; i++) {
-      const bool is = first + i < kept.ranked && entries[i] >> 8 < size;
-      masses[i] = is ? top.rounded[entries[i] & 0xff] : 0.0, sum += masses[i];
-    }
-    double total;
-    double up_to = exclusive_sum(sum, &total);
-    const double point = total * (__ull2double_rn(draw) * 0x1p-64), margin = total * kRounding;
-    unsigned drawn = 0;
-#pragma unroll
-    for (int i = 0; i < kTopEach; i++) {
-      const double before = up_to;
-      up_to += masses[i];
-      if (masses[i] > 0.0 && point + margin < up_to && point - margin >= before) drawn = entries[i] | ~0xffu;
-    }
-    drawn = __reduce_max_sync(~0u, drawn);
-    const unsigned element = drawn ? drawn & 0xff : invert_exactly(top, size, draw);
-    order = top.orders[element];
+    unsigned drawn = invert_about<float>(top, kept.ranked, kept.members, draw);
+    if (drawn == ~0u) drawn = invert_better(top, kept.ranked, kept.members, draw);
+    order = top.orders[drawn];
   }
   if (wants_log) {
     __shared__ double logarithm;

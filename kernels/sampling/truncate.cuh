@@ -112,8 +112,7 @@ constexpr int kTop = 128, kTopBins = 256, kTopEach = kTop / 32;
 struct alignas(16) Top {
   // The key, and the position's complement: the order as an integer. kNoOrder beyond the last.
   u64 orders[kTop];
-  double rounded[kTop];  // their masses
-  u64 exact[kTop];
+  float weights[kTop];
   unsigned char by_rank[kTop];
   unsigned short by_id[kTop];  // and the rank, in the upper half
   double others[32];           // of what is gathered and not ranked: a warp's
@@ -121,19 +120,27 @@ struct alignas(16) Top {
   unsigned slots;
 
   __device__ __forceinline__ u64 ranked(unsigned rank) const { return orders[by_rank[rank]]; }
+  __device__ __forceinline__ u64 mass(unsigned element) const { return Softmax::mass_of(weights[element]); }
 };
 
-// A mass as a multiple of 2^22: so the sums of all that can be gathered are exact, and no order shows. Every sum that
-// leaves a doubt has the greatest mass in it, 2^62, and fewer than 2^13 others that are off by little more than 2^21
-// each.
-static_assert(kCandidates + kTop < 1 << 13, "sums are below 2^75");
-__device__ __forceinline__ double rounded_mass(float weight) {
-  return (double)weight * 0x1p62 + 0x1.8p74 - 0x1.8p74;
-}
-
-// How far off such a sum is at most, and what is made from it by a few operations, relative. What is decided by it is
-// decided beyond this; where sums are closer, by exact ones.
-constexpr double kRounding = 0x1p-27;
+// How far off a sum of the ranked is at most, and what is made from it by a few operations, relative. What is decided by
+// it is decided beyond this; where sums are closer, by better ones, and at last by exact ones. Members decide alike: they
+// add up the same, in the order of ranks.
+template <class N>
+struct Rounding;
+// No weight takes part in more than 11 additions.
+template <>
+struct Rounding<float> {
+  static constexpr float kMost = 0x1p-19f;
+  static __device__ __forceinline__ float round(float weight) { return weight; }
+};
+// As multiples of 2^-40, of which all sums are exact. There is a weight of 1, and fewer than 2^13 that are off by 2^-41.
+static_assert(kCandidates + kTop < 1 << 13, "sums are below 2^13");
+template <>
+struct Rounding<double> {
+  static constexpr double kMost = 0x1p-27;
+  static __device__ __forceinline__ double round(float weight) { return (double)weight + 0x1.8p12 - 0x1.8p12; }
+};
 
 static __device__ __noinline__ float weight_of_few(const Softmax softmax, float x) { return softmax.weight(x); }
 
@@ -182,16 +189,17 @@ __device__ __forceinline__ void rank_orders(Top& top, unsigned count) {
 }
 
 // The sums over the lanes before this one, and over all.
-__device__ __forceinline__ double exclusive_sum(double x, double* total) {
-  double inclusive = x;
+template <class N>
+__device__ __forceinline__ N exclusive_sum(N x, N* total) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int lanes = 1; lanes < 32; lanes *= 2) {
-    const double below = shuffle_up(inclusive, lanes);
-    if (lane >= lanes) inclusive += below;
+    const N below = shuffle_up(x, lanes);
+    x += lane >= lanes ? below : N(0);
   }
-  *total = shuffle(inclusive, 31);
-  return inclusive - x;  // exactly
+  *total = shuffle(x, 31);
+  const N before = shuffle_up(x, 1);
+  return lane > 0 ? before : N(0);
 }
 
 // Dynamic shared memory: `shared_bytes` in src/sampling/cuda.rs. A member of a larger team collects
@@ -217,7 +225,7 @@ struct alignas(16) Shared<1> {
     Mass segments[kSegments];
   };
 };
-static_assert(sizeof(Shared<1>) == 4752 + (32 << 10) || sizeof(Shared<8>) == 4752 + (32 << 10),
+static_assert(sizeof(Shared<1>) == 3216 + (32 << 10) || sizeof(Shared<8>) == 3216 + (32 << 10),
               "src/sampling/cuda.rs asks for as much");
 
 // A measure of elements: their number or their mass. The search is the same for both.
@@ -491,6 +499,9 @@ struct Kept : Cut {
     return row.staged ? key_of(__uint_as_float(noted)) : noted;
   }
 
+  // Of a thread's weights, at least: finite where there is nothing but -inf.
+  static constexpr float kLeastOrigin = -1e30f;
+
   // How many elements the pass has noted.
   static __device__ __forceinline__ unsigned& noted() {
     __shared__ unsigned slots;
@@ -570,7 +581,7 @@ struct Kept : Cut {
     Mass own = {0, 0};
 #pragma unroll 1
     for (unsigned i = threadIdx.x % 32; i < members; i += 32) {
-      own = own + Mass{shared.top.exact[shared.top.by_rank[i]], 0};
+      own = own + Mass{shared.top.mass(shared.top.by_rank[i]), 0};
     }
     return warp_sum(own);
   }
@@ -726,10 +737,33 @@ struct Kept : Cut {
     int from, to;
     row.part_of_warp(&from, &to);
     const uint4* const part = row.staged - row.begin;
+    constexpr int kDepth = 4;
+    Vector<T> nothing;
+#pragma unroll
+    for (int w = 0; w < Row<T>::kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
+    float own = -CUDART_INF_F, own_origin = kLeastOrigin;
+    own_sum = 0.0f;
     part_mail().wait(0);
-    float own = -CUDART_INF_F;
+    if (sums(joint)) {
+      // The weights, too, relative to the greatest that the thread has seen, as their sum is where that changes.
+      Sum sum;
+#pragma unroll 1
+      for (int j = from + lane; j < to; j += kDepth * 32) {
+        Vector<T> v[kDepth];
+#pragma unroll
+        for (int d = 0; d < kDepth; d++) v[d] = j + d * 32 < to ? TeamRow::as_vector(part[j + d * 32]) : nothing;
+#pragma unroll
+        for (int d = 0; d < kDepth; d++) own = max_or_nan(own, max_or_nan(v[d]));
+        const float origin = fmaxf(own * scale, kLeastOrigin);
+        const float factor = exp2_approx(own_origin - origin);
+        sum.sum *= factor, sum.carry *= factor, own_origin = origin;
+        sum.add(v, CUDART_INF_F, scale, origin);
+      }
+      own_sum = sum.sum;
+    } else {
 #pragma unroll 4
-    for (int j = from + lane; j < to; j += 32) own = max_or_nan(own, max_or_nan(TeamRow::as_vector(part[j])));
+      for (int j = from + lane; j < to; j += 32) own = max_or_nan(own, max_or_nan(TeamRow::as_vector(part[j])));
+    }
     own_best = own;
     // NaN is above all.
     unsigned most = own != own ? ~0u : key_of(own);
@@ -751,24 +785,7 @@ struct Kept : Cut {
     }
     // Below every logit's.
     if (threadIdx.x < kGroups - all_groups) mail(0).send(&maxima[all_groups + threadIdx.x], 0, Team<C>::rank());
-    // They are on their way: time for the weights, relative to the greatest that the thread has seen.
-    own_sum = 0.0f;
-    const float own_origin = fmaxf(own * scale, -1e30f);  // finite where there is nothing but -inf
-    if (sums(joint)) {
-      Sum sum;
-      constexpr int kDepth = 4;
-      Vector<T> nothing;
-#pragma unroll
-      for (int w = 0; w < Row<T>::kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
-#pragma unroll 1
-      for (int j = from + lane; j < to; j += kDepth * 32) {
-        Vector<T> v[kDepth];
-#pragma unroll
-        for (int d = 0; d < kDepth; d++) v[d] = j + d * 32 < to ? TeamRow::as_vector(part[j + d * 32]) : nothing;
-        sum.add(v, CUDART_INF_F, scale, own_origin);
-      }
-      own_sum = sum.sum;
-    }
+    // They are on their way.
     meanwhile();
     const bool by_count = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
     const bool by_parts = row.size > kCandidates && limits.top_k != 1 &&
@@ -1260,7 +1277,7 @@ struct Kept : Cut {
           const unsigned slot = count == gathered ? i : atomicAdd(&top.slots, 1u);
           top.orders[slot] = (u64)key << 32 | ~shared.gathered.positions[i];
         } else if (refers) {
-          others += rounded_mass(weight_of_few(softmax, value_of(key)));
+          others += Rounding<double>::round(weight_of_few(softmax, value_of(key)));
         }
       }
       // The next one belongs to the comparisons by twos.
@@ -1290,8 +1307,7 @@ struct Kept : Cut {
     }
     if (threadIdx.x / 32 > kBounds && threadIdx.x % kTop < count) {
       const unsigned element = threadIdx.x % kTop;
-      const float weight = softmax.weight(value_of(top.orders[element] >> 32));
-      top.rounded[element] = rounded_mass(weight), top.exact[element] = Softmax::mass_of(weight);
+      top.weights[element] = softmax.weight(value_of(top.orders[element] >> 32));
     }
     rank_orders(top, count);
     __syncthreads();
@@ -1299,7 +1315,8 @@ struct Kept : Cut {
       members = min(limits.top_k, count);
     } else {
       const unsigned most = limited ? min(limits.top_k, count) : count;
-      if (threadIdx.x < 32) decide(&verdict, count, most, limited || complete, by_mass, limited && !joint, of_ranked, rest);
+      const unsigned of = limited && !joint ? most : count;
+      if (threadIdx.x < 32) decide(&verdict, count, most, limited || complete, by_mass, of, of_ranked, rest);
       __syncthreads();
       if (verdict.wants_exact) {
         __shared__ Mass exact;
@@ -1309,7 +1326,7 @@ struct Kept : Cut {
         __syncthreads();
         if (threadIdx.x < 32) {
           bool closed = limited || complete;
-          unsigned kept = min(most, exact_ends(top, count, limited && !joint ? most : count, closed, &exact, limits.top_p));
+          unsigned kept = min(most, exact_ends(top, count, of, closed, &exact, limits.top_p));
           closed |= kept > 0;
           if (limits.min_p > 0.0f && kept > 1) cut_by_min_p(count, &kept, &closed);
           if (threadIdx.x == 0) verdict = {kept, closed && kept > 0, false};
@@ -1331,59 +1348,61 @@ struct Kept : Cut {
     bool closed, wants_exact;
   };
 
-  // What the mass of what is not ranked lies in, if anything is known of it, besides what is gathered.
+  // What the sum of the weights of what is not ranked lies in, if anything is known of it, besides what is gathered.
   struct Rest {
     double gathered, least, most;
     bool known;
   };
 
-  // By one warp: `most` may be kept of the ranked, and a top-p refers to those (`of_most`), or to all that are ranked
-  // (`of_ranked`), or to the rest, too. Few instructions matter more than few at a time: their latencies add up.
+  // By one warp: `most` may be kept of the ranked. A top-p refers to the first `of` of the ranked, and unless they are
+  // all (`of_ranked`), to the rest, too.
   __device__ __forceinline__ void decide(Verdict* verdict, unsigned count, unsigned most, bool closed, bool by_mass,
-                                         bool of_most, bool of_ranked, const Rest& rest) const {
-    const Top& top = shared.top;
-    unsigned kept = most;
-    bool wants_exact = false;
+                                         unsigned of, bool of_ranked, const Rest& rest) const {
+    Verdict its = {most, closed, false};
     if (by_mass) {
-      const unsigned first = threadIdx.x % 32 * kTopEach, of = of_most ? most : count;
-      const uchar4 four = reinterpret_cast<const uchar4*>(top.by_rank)[threadIdx.x % 32];
-      const unsigned elements[kTopEach] = {four.x, four.y, four.z, four.w};
-      double masses[kTopEach], sum = 0.0;
-#pragma unroll
-      for (int i = 0; i < kTopEach; i++) masses[i] = first + i < of ? top.rounded[elements[i]] : 0.0, sum += masses[i];
-      double total;
-      double above = exclusive_sum(sum, &total);
-      double whole = total, whole_least = total;
-      bool known = true;
-      if (!of_ranked) {
-        const double inside = total + rest.gathered;
-        known = rest.known;
-        whole = inside * (1.0 + kRounding) + rest.most, whole_least = inside * (1.0 - kRounding) + rest.least;
-      }
-      if (known) {
-        const double target = limits.top_p * whole * (1.0 + kRounding);
-        const double least = limits.top_p * whole_least * (1.0 - kRounding);
-        // How many of the ranked begin before it.
-        unsigned ends = 0;
-#pragma unroll
-        for (int i = 0; i < kTopEach; i++) {
-          if (first + i < of) ends += (above < target) + ((above < least) << 16);
-          above += masses[i];
-        }
-        ends = __reduce_add_sync(~0u, ends);
-        if (!closed && total < target) {
-          // Beyond the edge, or so close to it that only the exact sum tells.
-          kept = 0;
-        } else {
-          wants_exact = min(kept, ends >> 16) != min(kept, ends & 0xffff);
-          kept = min(kept, ends & 0xffff), closed = true;
-        }
-      } else {
-        wants_exact = true;
-      }
+      its = ends_of_nucleus<float>(shared.top, of, most, closed, limits.top_p, of_ranked, rest);
+      if (its.wants_exact) its = better_ends_of_nucleus(shared.top, of, most, closed, limits.top_p, of_ranked, rest);
     }
-    if (limits.min_p > 0.0f && kept > 1 && !wants_exact) cut_by_min_p(count, &kept, &closed);
-    if (threadIdx.x == 0) *verdict = {kept, closed && kept > 0, wants_exact};
+    if (limits.min_p > 0.0f && its.kept > 1 && !its.wants_exact) cut_by_min_p(count, &its.kept, &its.closed);
+    if (threadIdx.x == 0) *verdict = {its.kept, its.closed && its.kept > 0, its.wants_exact};
+  }
+
+  // Few instructions matter more than few at a time: their latencies add up.
+  template <class N>
+  static __device__ __forceinline__ Verdict ends_of_nucleus(const Top& top, unsigned of, unsigned most, bool closed,
+                                                            float top_p, bool of_ranked, const Rest& rest) {
+    constexpr N kMost = Rounding<N>::kMost;
+    if (!of_ranked && !rest.known) return {most, closed, true};
+    const unsigned first = threadIdx.x % 32 * kTopEach;
+    const uchar4 four = reinterpret_cast<const uchar4*>(top.by_rank)[threadIdx.x % 32];
+    const unsigned elements[kTopEach] = {four.x, four.y, four.z, four.w};
+    N weights[kTopEach], sum = 0, total;
+#pragma unroll
+    for (int i = 0; i < kTopEach; i++) {
+      weights[i] = first + i < of ? Rounding<N>::round(top.weights[elements[i]]) : N(0), sum += weights[i];
+    }
+    N above = exclusive_sum(sum, &total), whole = total, least_whole = total;
+    if (!of_ranked) {
+      const N inside = total + (N)rest.gathered;
+      whole = inside + (N)rest.most, least_whole = inside + (N)rest.least;
+    }
+    const N target = top_p * whole * (N(1) + kMost), least = top_p * least_whole * (N(1) - kMost);
+    // How many of the ranked begin before it.
+    unsigned ends = 0;
+#pragma unroll
+    for (int i = 0; i < kTopEach; i++) {
+      if (first + i < of) ends += (above < target) + ((above < least) << 16);
+      above += weights[i];
+    }
+    ends = __reduce_add_sync(~0u, ends);
+    // Beyond the edge, or so close to it that only the exact sum tells.
+    if (!closed && total < target) return {0, false, false};
+    const unsigned kept = min(most, ends & 0xffff);
+    return {kept, true, kept != min(most, ends >> 16)};
+  }
+  static __device__ __noinline__ Verdict better_ends_of_nucleus(const Top& top, unsigned of, unsigned most, bool closed,
+                                                                float top_p, bool of_ranked, const Rest& rest) {
+    return ends_of_nucleus<double>(top, of, most, closed, top_p, of_ranked, rest);
   }
 
   // By one warp.
@@ -1410,12 +1429,12 @@ struct Kept : Cut {
     Mass sum = {0, 0}, whole = *all;
     if ((whole.low | whole.high) == 0) {
 #pragma unroll 1
-      for (unsigned i = 0; i < of; i++) whole = whole + Mass{top.exact[top.by_rank[i]], 0};
+      for (unsigned i = 0; i < of; i++) whole = whole + Mass{top.mass(top.by_rank[i]), 0};
     }
     const Mass target = nucleus(top_p, whole);
     unsigned ends = 0;
 #pragma unroll 1
-    for (; ends < count && sum < target; ends++) sum = sum + Mass{top.exact[top.by_rank[ends]], 0};
+    for (; ends < count && sum < target; ends++) sum = sum + Mass{top.mass(top.by_rank[ends]), 0};
     return closed || !(sum < target) ? ends : 0;
   }
 
@@ -1431,8 +1450,9 @@ struct Kept : Cut {
   // exponents come to at most the sum times log2(size / sum): the entropy of `size` equal ones. A
   // weight is off by 4 in the one sum and in the other, and a carried sum, with those that it is of and the
   // tree that joins the threads', by 30; how far the origin is below the maximum adds 6 times that, and 8. The sum of a
-  // thread may have an origin of its own, not below any of its logits: exponents that add up are off by what their sum
-  // is, and the second factor by 6. The rest is slack. Besides, each exact weight is rounded down to a unit.
+  // thread may have an origin of its own, not below any of its logits, and be brought to greater ones on the way, once for
+  // each four vectors of a slice on chip: exponents that add up are off by what their sum is, and each such factor and
+  // product by 6. The rest is slack. Besides, each exact weight is rounded down to a unit.
   __device__ __forceinline__ Rest bound(float sum, float reference) const {
     const Rest unknown = {0.0, 0.0, 0.0, false};
     const float max = value_of(best_key);
@@ -1447,9 +1467,9 @@ struct Kept : Cut {
     constexpr float kUnit = 1.0f / (1 << 24), kLn2 = 0.6931472f;
     // The quotient of the two overflows where the sum is a few of the least weights there are.
     const float tilt = sum > 0.0f ? (__log2f((float)row.size) - __log2f(sum) + 1.0f) * kLn2 : 0.0f;
-    const float error = kUnit * (6.0f * tilt + 8.0f * beyond + 76.0f);
-    const double rest = sum * exp2_approx(-octaves) * 0x1p62;
-    return {0.0, fmax(rest * (1.0f - error) - row.size, 0.0), rest * (1.0f + error), true};
+    const float error = kUnit * (6.0f * tilt + 8.0f * beyond + 136.0f);
+    const double rest = sum * exp2_approx(-octaves);
+    return {0.0, fmax(rest * (1.0f - error) - row.size * 0x1p-62, 0.0), rest * (1.0f + error), true};
   }
 
   // Notes an element of the slice, if there is room. Of many: an addition for all that come together.
