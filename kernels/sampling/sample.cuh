@@ -99,16 +99,19 @@ static __device__ __noinline__ unsigned invert_better(const Top& top, unsigned r
   return drawn != ~0u ? drawn : invert_exactly(top, size, draw);
 }
 
-// All inversions tell the mass of the kept set too, or its logarithm; this one, by the first warp, the token's logit.
+// All inversions tell the mass of the kept set too, or its logarithm; this one, by the first warp, the token's logit and
+// its exponent.
 template <class T, int C>
 __device__ __forceinline__ unsigned invert_top(const Kept<T, C>& kept, u64 draw, bool wants_log, double* log,
-                                               float* logit) {
+                                               float* logit, float* exponent) {
   const Top& top = kept.shared.top;
   u64 order = 0;
   if (threadIdx.x < 32) {
     unsigned drawn = invert_about<float>(top, kept.ranked, kept.members, draw);
     if (drawn == ~0u) drawn = invert_better(top, kept.ranked, kept.members, draw);
     order = top.orders[drawn];
+    *logit = value_of(order >> 32), *exponent = kept.softmax.exponent(*logit);
+    forget_value(*exponent);  // Not after the logarithm.
   }
   if (wants_log) {
     __shared__ double logarithm;
@@ -119,7 +122,6 @@ __device__ __forceinline__ unsigned invert_top(const Kept<T, C>& kept, u64 draw,
     __syncthreads();
     *log = logarithm;
   }
-  *logit = value_of(order >> 32);
   return ~(unsigned)order;
 }
 
@@ -242,12 +244,13 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
   unsigned token = ~0u;
   float logit = CUDART_NAN_F;  // where it is known without a look at the row
   Mass mass = {0, 0};
+  float exponent = 0.0f;  // and then its exponent
   double log = 0.0;  // of a set of one
   if (kept.numbers > 0 && !(held & out.refused)) {
     if (kept.cut_key == kept.best_key && kept.cut_end == kept.best_position + 1) {
       token = kept.best_position, logit = value_of(kept.best_key);  // a set of one
     } else if (kept.members) {
-      if (says) token = invert_top(kept, draw, out.log_probs, &log, &logit);
+      if (says) token = invert_top(kept, draw, out.log_probs, &log, &logit, &exponent);
     } else if (kept.on_chip()) {
       token = invert_on_chip(kept, draws.load(b).draw(), &mass);
     } else {
@@ -262,8 +265,10 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
     if (out.log_probs) {
       float log_prob = -CUDART_INF_F;
       if (token != ~0u) {
-        if (logit != logit) logit = widen(kept.row.data[token]), log = log_mass(mass);
-        log_prob = kept.softmax.log_weight(logit, log);
+        if (logit != logit) {
+          logit = widen(kept.row.data[token]), exponent = kept.softmax.exponent(logit), log = log_mass(mass);
+        }
+        log_prob = kept.softmax.log_weight(logit, exponent, log);
       }
       out.log_probs[b] = log_prob;
     }

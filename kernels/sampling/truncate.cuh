@@ -153,8 +153,9 @@ __device__ __forceinline__ void rank_orders(Top& top, unsigned count) {
   constexpr unsigned kEach = 4, kLogThreads = __builtin_ctz(kThreads);
   static_assert(kThreads >= 4 * kTop / kEach, "an element's rank is told by a thread");
   const unsigned tiles = (count + kEach - 1) / kEach;
-  // As many threads as there are for each of the least power of two of tiles.
-  const unsigned log_parts = min(5u, kLogThreads - (tiles > 1 ? 32 - __clz(tiles - 1) : 0));
+  // As many threads as there are for each of the least power of two of tiles; not so many that what each does besides
+  // takes longer.
+  const unsigned log_parts = min(4u, kLogThreads - (tiles > 1 ? 32 - __clz(tiles - 1) : 0));
   const unsigned parts = 1u << log_parts, tile = threadIdx.x >> log_parts, part = threadIdx.x & (parts - 1);
   if (threadIdx.x / 32 * 32 >> log_parts >= tiles) return;
   const auto two = [&](unsigned pair) { return reinterpret_cast<const ulonglong2*>(top.orders)[pair]; };
@@ -177,7 +178,7 @@ __device__ __forceinline__ void rank_orders(Top& top, unsigned count) {
   unsigned ranks = rank[0] | rank[1] << 8 | rank[2] << 16 | rank[3] << 24;
   unsigned places = place[0] | place[1] << 8 | place[2] << 16 | place[3] << 24;
 #pragma unroll
-  for (unsigned lanes = 1; lanes < 32; lanes *= 2) {
+  for (unsigned lanes = 1; lanes < 16; lanes *= 2) {
     if (lanes >= parts) break;
     ranks += __shfl_xor_sync(~0u, ranks, lanes), places += __shfl_xor_sync(~0u, places, lanes);
   }
@@ -460,9 +461,10 @@ struct Kept : Cut {
       if (staged) {
         proposal = propose_staged(r.joint, meanwhile);
       } else {
+        const Sampled sampled(row);
         row.prefetch();
         Team<C>::wait();
-        proposal.asks_sample = true;
+        proposal = propose(sampled);
         meanwhile();
       }
     }
@@ -493,10 +495,14 @@ struct Kept : Cut {
     return said;
   }
 
-  // The key of what a pass has noted.
-  __device__ __forceinline__ unsigned noted_key(unsigned i) const {
-    const unsigned noted = shared.slice.keys[i];
-    return row.staged ? key_of(__uint_as_float(noted)) : noted;
+  // Of the pass: each warp's sum of weights.
+  static __device__ __forceinline__ float* warp_sums() {
+    __shared__ float sums[kWarps];
+    return sums;
+  }
+  // By a whole warp: the block's.
+  static __device__ __forceinline__ float sum_of_warps() {
+    return warp_reduce<kWarps>(warp_sums()[threadIdx.x % kWarps], AddSums());
   }
 
   // Of a thread's weights, at least: finite where there is nothing but -inf.
@@ -579,9 +585,10 @@ struct Kept : Cut {
   // By a whole warp, exactly.
   __device__ __forceinline__ Mass mass_of_members() const {
     Mass own = {0, 0};
-#pragma unroll 1
-    for (unsigned i = threadIdx.x % 32; i < members; i += 32) {
-      own = own + Mass{shared.top.mass(shared.top.by_rank[i]), 0};
+#pragma unroll
+    for (int i = 0; i < kTopEach; i++) {
+      const unsigned rank = threadIdx.x % 32 + i * 32;
+      if (rank < members) own = own + Mass{shared.top.mass(shared.top.by_rank[rank]), 0};
     }
     return warp_sum(own);
   }
@@ -660,20 +667,19 @@ struct Kept : Cut {
 
   // Parts 1 and 2. Whether that is all. `counted`: whether `numbers` is exact.
   __device__ __forceinline__ bool find_among_best(int joint, const Proposal& proposal, bool* counted) {
-    Part part = {0.0f, 0.0f};
     *counted = (limited() || kVariant.truncates == Truncates::kNever) && !proposal.gathers;
     if (*counted) {
       forget();
       count_all();
     } else {
-      part = pass(proposal, sums(joint));
+      pass(proposal, sums(joint));
       *counted = gathered && low <= kNegInfinityKey + 1;
       if (has_nan || has_infinity || best_key <= kNegInfinityKey) count_all(), *counted = true;
     }
     cut_key = ~0u, cut_end = 0;
     if (numbers == 0) return true;
     softmax = Softmax(value_of(best_key), limits.temperature);
-    return kVariant.searches == Searches::kRanked && gathered && rank_top(joint, part, proposal.reference);
+    return kVariant.searches == Searches::kRanked && gathered && rank_top(joint, proposal.reference);
   }
 
   __device__ __forceinline__ bool limited() const {
@@ -837,6 +843,7 @@ struct Kept : Cut {
     constexpr int kSampled = Sampled::kVectors;
     constexpr int kGroups = 64, kGroup = kThreads / kGroups, kShare = 32 / kGroup;
     __shared__ float maxima[kGroups], nth_greatest[2];
+    __shared__ unsigned weights[3][kWarps];
     float best = -CUDART_INF_F;
 #pragma unroll
     for (int i = 0; i < kSampled; i++) {
@@ -896,30 +903,49 @@ struct Kept : Cut {
     const float threshold = by_count ? CUDART_INF_F : nth_maximum(nth, few);
     const float high_threshold = by_count ? CUDART_INF_F : nth_greatest[1];
     const float scale = CUDART_L2E_F / limits.temperature;
-    // Moments about the best: one pass, and no cancellation to speak of. Weights of all, and of what
-    // is not gathered above either threshold.
+    if (!by_count) {
+      // Weights of all, and of what is not gathered above either threshold, as integers: a warp adds them by one
+      // instruction each, and no order shows.
+      constexpr float kUnit = 0x1p31f / (Sampled::kSize / kWarps);
+      unsigned whole = 0, rest = 0, more_rest = 0;
+#pragma unroll
+      for (int i = 0; i < kSampled; i++) {
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) {
+          const unsigned weight = __float2uint_rz(exp2_approx((x(i, w) - reference) * scale) * kUnit);
+          whole += weight;
+          if (x(i, w) < threshold) rest += weight;
+          if (x(i, w) < high_threshold) more_rest += weight;
+        }
+      }
+      whole = __reduce_add_sync(~0u, whole), rest = __reduce_add_sync(~0u, rest);
+      more_rest = __reduce_add_sync(~0u, more_rest);
+      if (lane == 0) {
+        const int warp = threadIdx.x / 32;
+        weights[0][warp] = whole / kWarps, weights[1][warp] = rest / kWarps, weights[2][warp] = more_rest / kWarps;
+      }
+      __syncthreads();
+      const auto sum = [&](int which) { return (float)__reduce_add_sync(~0u, lane < kWarps ? weights[which][lane] : 0); };
+      // Fewer are gathered where there is little doubt.
+      const float spared = (1.0f - limits.top_p) * sum(0);
+      if (sum(2) < 0.3f * spared) return above(high_threshold);
+      if (sum(1) < 0.8f * spared) return above(threshold);
+    }
+    // Moments about the best: one pass, and no cancellation to speak of.
     struct Moments {
-      float n, sum, squares, whole, rest, more_rest;
-    } m = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+      float n, sum, squares;
+    } m = {0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kSampled; i++) {
 #pragma unroll
       for (int w = 0; w < Row<T>::kWidth; w++) {
         const float d = x(i, w) - reference;
         if (x(i, w) > floor && x(i, w) < CUDART_INF_F) m.n += 1.0f, m.sum += d, m.squares += d * d;
-        const float weight = exp2_approx(d * scale);
-        m.whole += weight;
-        if (x(i, w) < threshold) m.rest += weight;
-        if (x(i, w) < high_threshold) m.more_rest += weight;
       }
     }
     m = block_reduce(m, [](Moments a, Moments b) {
-      return Moments{a.n + b.n,         a.sum + b.sum,   a.squares + b.squares,
-                     a.whole + b.whole, a.rest + b.rest, a.more_rest + b.more_rest};
+      return Moments{a.n + b.n, a.sum + b.sum, a.squares + b.squares};
     });
-    // Fewer are gathered where there is little doubt.
-    if (!by_count && m.more_rest < 0.3f * (1.0f - limits.top_p) * m.whole) return above(high_threshold);
-    if (!by_count && m.rest < 0.8f * (1.0f - limits.top_p) * m.whole) return above(threshold);
     const float mean = m.sum / m.n;
     const float sigma = sqrtf(fmaxf(m.squares / m.n - mean * mean, 0.0f));
     const float size = m.n * each;
@@ -950,29 +976,19 @@ struct Kept : Cut {
     float sum;
   };
 
-  // Notes the elements of vectors, `apart` of each other, that reach the threshold: their keys, or as long as only the
-  // member looks at them their bits. Where there is no room they are only counted.
-  template <bool kKeys, int kCount>
-  static __device__ __forceinline__ void note(const Vector<T>(&v)[kCount], int first, int apart, float threshold,
-                                              Elements* slice, unsigned* slots) {
+  // Notes the elements of a vector that reach the threshold. Where there is no room they are only counted.
+  static __device__ __forceinline__ void note(const Vector<T>& v, int first, float threshold, Elements* slice,
+                                              unsigned* slots) {
     unsigned count = 0;
 #pragma unroll
-    for (int i = 0; i < kCount; i++) {
-#pragma unroll
-      for (int w = 0; w < Row<T>::kWidth; w++) count += widen(v[i].at[w]) >= threshold;
-    }
+    for (int w = 0; w < Row<T>::kWidth; w++) count += widen(v.at[w]) >= threshold;
     if (count == 0) return;
     unsigned slot = shared_add(slots, count);
     if (slot + count > kCandidates) return;
 #pragma unroll
-    for (int i = 0; i < kCount; i++) {
-#pragma unroll
-      for (int w = 0; w < Row<T>::kWidth; w++) {
-        const float x = widen(v[i].at[w]);
-        const unsigned key = kKeys ? key_of(x) : __float_as_uint(x);
-        if (x >= threshold) slice->keys[slot] = key, slice->positions[slot] = first + i * apart + w;
-        slot += x >= threshold;
-      }
+    for (int w = 0; w < Row<T>::kWidth; w++) {
+      const float x = widen(v.at[w]);
+      if (x >= threshold) slice->keys[slot] = key_of(x), slice->positions[slot] = first + w, slot++;
     }
   }
 
@@ -1018,8 +1034,7 @@ struct Kept : Cut {
       if (most >= threshold && *(volatile unsigned*)slots <= kCandidates) {
 #pragma unroll
         for (int d = 0; d < kDepth; d++) {
-          const Vector<T> only[1] = {v[d]};
-          if (max_or_nan(v[d]) >= threshold) note<true>(only, row.first(j + d * kThreads), 0, threshold, slice, slots);
+          if (max_or_nan(v[d]) >= threshold) note(v[d], row.first(j + d * kThreads), threshold, slice, slots);
         }
       }
     });
@@ -1034,7 +1049,7 @@ struct Kept : Cut {
     const Vector<T> v[1] = {row.load(at)};
     Sum sum;
     sum.add(v, threshold, scale, origin);
-    note<true>(v, row.first(at), 0, threshold, slice, slots);
+    note(v[0], row.first(at), threshold, slice, slots);
     part.best = max_or_nan(part.best, max_or_nan(v[0])), part.sum += sum.sum;
     return part;
   }
@@ -1049,6 +1064,8 @@ struct Kept : Cut {
     // The others' sums are of all that they have seen.
     Sum sum;
     if (!(own_best >= threshold)) sum.sum = own_sum;
+    // The greatest number below the threshold, no zero below a zero: what is above it reaches that.
+    const float below = value_of(key_of(threshold) - (threshold == 0.0f ? 2 : 1));
     constexpr int kAtOnce = 4, kLanes = 32 / kAtOnce;
     unsigned hits = __ballot_sync(~0u, own_best >= threshold);
 #pragma unroll 1
@@ -1070,7 +1087,29 @@ struct Kept : Cut {
           Vector<T> v[kDepth];
 #pragma unroll
           for (int d = 0; d < kDepth; d++) v[d] = j + d * kApart < to ? TeamRow::as_vector(part[j + d * kApart]) : nothing;
-          note<false>(v, row.first(j), kApart * Row<T>::kWidth, threshold, &shared.slice, slots);
+          // A bit for each that reaches it, without a condition; then a few find theirs again.
+          unsigned reach = 0;
+#pragma unroll
+          for (int d = 0; d < kDepth; d++) {
+#pragma unroll
+            for (int w = 0; w < Row<T>::kWidth; w++) {
+              reach = __funnelshift_l(sign_above(below, widen(v[d].at[w])), reach, 1);
+            }
+          }
+          if (reach) {
+            const unsigned count = __popc(reach);
+            unsigned slot = shared_add(slots, count);
+            // Where there is no room they are only counted.
+            if (slot + count <= kCandidates) {
+#pragma unroll 1
+              for (; reach; reach &= reach - 1, slot++) {
+                constexpr unsigned kWidth = Row<T>::kWidth, kLast = kDepth * kWidth - 1;
+                const unsigned i = kLast + 1 - __ffs(reach), at = j + i / kWidth * kApart;
+                const T x = reinterpret_cast<const T*>(part + at)[i % kWidth];
+                shared.slice.keys[slot] = key_of(widen(x)), shared.slice.positions[slot] = row.first(at) + i % kWidth;
+              }
+            }
+          }
           if (sums_weights) sum.add(v, threshold, scale, origin);
         }
       }
@@ -1083,9 +1122,12 @@ struct Kept : Cut {
 
   // Part 1, the pass: the maximum, the elements that reach the threshold, and the f32 sum of the
   // others' weights relative to the reference. What is rare (NaN, +inf) is only noticed.
-  __device__ Part pass(const Proposal& proposal, bool sums_weights) {
-    __shared__ Part parts[kWarps];
+  __device__ void pass(const Proposal& proposal, bool sums_weights) {
+    __shared__ unsigned bests[kWarps];
     on_top = false;
+    // Ordered by the barrier before what is gathered is looked at.
+    if (threadIdx.x < kTopBins) shared.top.bins[threadIdx.x] = 0;
+    if (threadIdx.x == 0) shared.top.slots = 0;
     count_pass();
 
     const float threshold = proposal.gathers ? proposal.threshold : CUDART_INF_F;
@@ -1100,18 +1142,23 @@ struct Kept : Cut {
           ? scan_slice<true>(streamed, threshold, scale, origin, &shared.slice, &noted())
           : scan_slice<false>(streamed, threshold, 0.0f, 0.0f, &shared.slice, &noted());
     }
-    const auto combine = [](Part a, Part b) {
-      return Part{max_or_nan(a.best, b.best), a.sum + b.sum};
-    };
     // Of what is on chip the greatest is known.
-    const bool known = C > 1 && row.staged, combines = !known || sums_weights;
-    if (combines) {
-      part = warp_reduce(part, combine);
-      if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
+    const bool known = C > 1 && row.staged;
+    if (sums_weights) part.sum = warp_reduce(part.sum, AddSums());
+    if (!known) {
+      // NaN is above all.
+      const unsigned best = __reduce_max_sync(~0u, part.best != part.best ? ~0u : key_of(part.best));
+      if (threadIdx.x % 32 == 0) bests[threadIdx.x / 32] = best;
     }
+    if (sums_weights && threadIdx.x % 32 == 0) warp_sums()[threadIdx.x / 32] = part.sum;
     __syncthreads();
     unsigned total = noted();
-    if (combines && (C == 1 || threadIdx.x < 32)) part = warp_reduce<kWarps>(parts[threadIdx.x % kWarps], combine);
+    if (!known) {
+      const unsigned best = __reduce_max_sync(~0u, threadIdx.x % 32 < kWarps ? bests[threadIdx.x % 32] : 0);
+      part.best = best == ~0u ? CUDART_NAN_F : value_of(best);
+    }
+    // Where the sum is not the slice's alone, and is needed later.
+    if (C > 1 && sums_weights && threadIdx.x < 32) part.sum = sum_of_warps();
     if constexpr (C > 1) {
       // Each tells all what it has found, with the first few elements. Where all are few, nothing more
       // is sent.
@@ -1126,7 +1173,7 @@ struct Kept : Cut {
       }
       static_assert(kWarps >= C, "a warp sends to each");
       if (warp < size) {
-        const u64 element = (u64)noted_key(lane) << 32 | ~shared.slice.positions[lane];
+        const u64 element = (u64)shared.slice.keys[lane] << 32 | ~shared.slice.positions[lane];
         mail(1).send(&few[rank][lane], element, warp);
       }
       mail(1).wait(rounds++);
@@ -1156,7 +1203,7 @@ struct Kept : Cut {
         const unsigned sender = warp & ((1 << log_senders) - 1);
 #pragma unroll 1
         for (unsigned i = sender * 32 + lane; to < size && i < count; i += 32 << log_senders) {
-          mail(2).send(&shared.gathered.keys[place + i], noted_key(i), to);
+          mail(2).send(&shared.gathered.keys[place + i], shared.slice.keys[i], to);
           mail(2).send(&shared.gathered.positions[place + i], shared.slice.positions[i], to);
         }
         mail(2).wait(sendings++);
@@ -1173,7 +1220,6 @@ struct Kept : Cut {
     best_key = key_of(part.best), best_position = ~0u;
     numbers = gathered;
     if (numbers == 0 && best_key > kNegInfinityKey) numbers = 1;
-    return part;
   }
 
   // Counts what is above -inf, and finds the first of the greatest: for rows with few numbers, NaN or
@@ -1201,31 +1247,33 @@ struct Kept : Cut {
     has_nan = summary.flags, has_infinity = numbers > 0 && value_of(best_key) == CUDART_INF_F;
   }
 
-  // Part 2: the cut, where it lies among the best kTop. `passed` is the pass's result, its weights
-  // relative to `reference`. What takes no more than one warp, one warp does.
-  __device__ bool rank_top(int joint, const Part& passed, float reference) {
+  // Part 2: the cut, where it lies among the best kTop. The pass's weights are relative to `reference`. What takes no
+  // more than one warp, one warp does.
+  __device__ bool rank_top(int joint, float reference) {
     // Comparisons of half as many are a quarter, and they hold most sets of a top-p.
     unsigned room = C == 1 && limits.top_k == 0 ? kTop / 2 : kTop;
-    while (!rank_best(room, joint, passed, reference)) {
-      if (room == kTop) return false;
+    for (bool again = false; !rank_best(room, again, joint, reference); again = true) {
+      if (room == kTop || gathered <= kTop) return false;
       room = kTop;
-      __syncthreads();
     }
     return true;
   }
 
   // The same of the best `room` alone, where more than kTop are gathered.
-  __device__ __forceinline__ bool rank_best(unsigned room, int joint, const Part& passed, float reference) {
+  __device__ __forceinline__ bool rank_best(unsigned room, bool again, int joint, float reference) {
     Top& top = shared.top;
     __shared__ unsigned admitted, admitted_from;
     __shared__ Verdict verdict;
     __shared__ Rest rest;
     const bool whole_row = low <= kNegInfinityKey + 1;
     unsigned count = gathered, edge = low;
-    if (!on_top && threadIdx.x == 0) top.slots = 0;
     if (count > kTop) {
-      if (threadIdx.x < kTopBins) top.bins[threadIdx.x] = 0;
-      __syncthreads();
+      if (again) {
+        __syncthreads();
+        if (threadIdx.x < kTopBins) top.bins[threadIdx.x] = 0;
+        if (threadIdx.x == 0) top.slots = 0;
+        __syncthreads();
+      }
       const unsigned range = best_key - low;
       const int shift = max(0, 24 - __clz(range | 1));
 #pragma unroll 1
@@ -1297,8 +1345,10 @@ struct Kept : Cut {
     if (by_mass && !of_ranked && threadIdx.x / 32 == kBounds) {
       const int lane = threadIdx.x % 32;
       const double others = warp_reduce(refers && lane < kWarps ? top.others[lane] : 0.0, AddSums());
-      float sum = passed.sum;
-      if constexpr (C > 1) {
+      float sum;
+      if constexpr (C == 1) {
+        sum = sum_of_warps();
+      } else {
         sum = lane < Team<C>::size() ? __uint_as_float(heard()[lane].y) : 0.0f;
         sum = __shfl_sync(~0u, warp_reduce<C>(sum, AddSums()), 0);
       }
