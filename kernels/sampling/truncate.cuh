@@ -424,6 +424,12 @@ struct Kept : Cut {
   Shared<C>& shared;
   unsigned index;
 
+  // A copy that is known to work on shared memory.
+  __device__ __forceinline__ Kept(const Kept& kept, Shared<C>& shared)
+      : Cut(kept), row(kept.row), limits(kept.limits), shared(shared), index(kept.index) {
+    if (row.staged) row.staged = reinterpret_cast<const uint4*>(&shared + 1);
+  }
+
   // `meanwhile` is called by every thread before a barrier of the block, at a time when there is nothing
   // else to do, or little.
   template <class Meanwhile>
@@ -688,7 +694,7 @@ struct Kept : Cut {
 
   // All else. By itself, on a copy: what is rare takes no registers from what is not.
   static __device__ __noinline__ void search(Kept* kept, int joint, const Proposal proposal, bool counted) {
-    Kept own(*kept);
+    Kept own(*kept, *reinterpret_cast<Shared<C>*>(dynamic));
     own.search(joint, proposal, counted);
     static_cast<Cut&>(*kept) = own;
   }
