@@ -8,7 +8,7 @@
 template <class T, int C>
 __device__ __forceinline__ void candidates(const Request& request, unsigned* ids, float* log_probs,
                            unsigned* counts, long long capacity) {
-  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), Team<C>::index(), [] {});
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), Team<C>::index(), true, [] {});
   const auto& row = kept.row;
   ids += kept.row_index() * capacity, log_probs += kept.row_index() * capacity;
 

@@ -39,7 +39,7 @@ __device__ void fill(const Kept<T, C>& kept, T* out) {
 
 template <class T, int C>
 __device__ __forceinline__ void mask(const Request& request, T* out, long long out_stride) {
-  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), Team<C>::index(), [] {});
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), Team<C>::index(), false, [] {});
   const auto& row = kept.row;
   out += kept.row_index() * out_stride;
   if (kept.members) {

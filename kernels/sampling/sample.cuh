@@ -232,7 +232,7 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
   forget_value(index);  // A division: not once more where it is needed again.
   const bool draws_early = threadIdx.x / 32 == kWarps - 1 && Team<C>::rank() == 0;
   if (draws_early) drawn = draws.load(index);
-  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), index, [&] {
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), index, true, [&] {
     if (draws_early) {
       const u64 its = drawn.draw();
       if (threadIdx.x % 32 == 0) draw = its, step = drawn.step;

@@ -12,10 +12,10 @@
 //     of the rest in f32. A cluster that holds the whole row on chip needs no sample: the greatest
 //     logits of 128 parts of the row propose the threshold, and the pass reads shared memory.
 //  2. Where the cut lies among the best 128, a histogram of the candidates finds those, and comparisons
-//     of all pairs rank them and add up the mass above each, in f64. What such sums leave open, by their
-//     rounding, exact ones decide. Of the rest the f32 sum decides a top-p only where its error bound
-//     admits one answer; else the exact sum is taken in a second pass. The bound is one on the rest's
-//     mass, which is small where the set is.
+//     of all pairs rank them. A warp adds up the weights above each, in f32. What such sums leave open, by
+//     their rounding, sums in f64 decide, and at last exact ones. Of the rest the f32 sum decides a top-p
+//     only where its error bound admits one answer; else the exact sum is taken in a second pass. The bound
+//     is one on the rest's mass, which is small where the set is.
 //  3. Pivot search, for larger sets. Where the candidates hold the set (a hit), three pivots at a
 //     time split the range of keys that the cut lies in. The range is one of integers, not of
 //     values, and before each step it shrinks to the keys that exist in it, so at most 16 steps leave
@@ -28,8 +28,8 @@
 // A team's members pass over a slice of the row each; gathered elements are exchanged once, and what
 // is on chip every member works through by itself, without a word to the others.
 //
-// Weights and sums of weights that decide are integers (softmax.cuh), or sums in f64 of multiples of so large a number
-// that they are exact: no order of arrival shows.
+// Weights and sums of weights that decide are integers (softmax.cuh), or sums beyond whose bounds they decide the same: no
+// order of arrival shows.
 #pragma once
 
 #include "../common/order.cuh"
@@ -147,8 +147,8 @@ static __device__ __noinline__ float weight_of_few(const Softmax softmax, float 
 // Below every other, and of no lower id.
 constexpr u64 kNoOrder = 0x80000000u;
 
-// Ranks the first `count` of the orders, at most kTop, and their ids: by comparisons of all with all.
-__device__ __forceinline__ void rank_orders(Top& top, unsigned count) {
+// Ranks the first `count` of the orders, at most kTop, and if wanted their ids: by comparisons of all with all.
+__device__ __forceinline__ void rank_orders(Top& top, unsigned count, bool by_id) {
   // A thread compares four elements at a time: loads, of which each serves all four, would take the most time.
   constexpr unsigned kEach = 4, kLogThreads = __builtin_ctz(kThreads);
   static_assert(kThreads >= 4 * kTop / kEach, "an element's rank is told by a thread");
@@ -169,6 +169,7 @@ __device__ __forceinline__ void rank_orders(Top& top, unsigned count) {
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       rank[i] -= all_if_above(both.x, mine[i]) + all_if_above(both.y, mine[i]);
+      if (!by_id) continue;
       // Complements: the greater one is the lower id. They are not below 2^31.
       place[i] += (unsigned)mine[i] - (unsigned)both.x >> 31;
       place[i] += (unsigned)mine[i] - (unsigned)both.y >> 31;
@@ -180,12 +181,14 @@ __device__ __forceinline__ void rank_orders(Top& top, unsigned count) {
 #pragma unroll
   for (unsigned lanes = 1; lanes < 16; lanes *= 2) {
     if (lanes >= parts) break;
-    ranks += __shfl_xor_sync(~0u, ranks, lanes), places += __shfl_xor_sync(~0u, places, lanes);
+    ranks += __shfl_xor_sync(~0u, ranks, lanes);
+    if (by_id) places += __shfl_xor_sync(~0u, places, lanes);
   }
   const unsigned element = tile * kEach + part;
   if (part < kEach && element < count) {
     const unsigned rank = ranks >> 8 * part & 0xff, place = places >> 8 * part & 0xff;
-    top.by_rank[rank] = element, top.by_id[place] = element | rank << 8;
+    top.by_rank[rank] = element;
+    if (by_id) top.by_id[place] = element | rank << 8;
   }
 }
 
@@ -423,21 +426,23 @@ struct Kept : Cut {
   Truncation limits;
   Shared<C>& shared;
   unsigned index;
+  bool by_id;  // whether the best are ranked by their ids, too
 
   // A copy that is known to work on shared memory.
   __device__ __forceinline__ Kept(const Kept& kept, Shared<C>& shared)
-      : Cut(kept), row(kept.row), limits(kept.limits), shared(shared), index(kept.index) {
+      : Cut(kept), row(kept.row), limits(kept.limits), shared(shared), index(kept.index), by_id(kept.by_id) {
     if (row.staged) row.staged = reinterpret_cast<const uint4*>(&shared + 1);
   }
 
-  // `meanwhile` is called by every thread before a barrier of the block, at a time when there is nothing
-  // else to do, or little.
+  // `by_id` is a constant. `meanwhile` is called by every thread before a barrier of the block, at a time when
+  // there is nothing else to do, or little.
   template <class Meanwhile>
-  __device__ Kept(const Request& r, Shared<C>& shared, unsigned index, Meanwhile meanwhile)
+  __device__ Kept(const Request& r, Shared<C>& shared, unsigned index, bool by_id, Meanwhile meanwhile)
       : Cut(Softmax(0.0f, 1.0f)),
         row(static_cast<const T*>(r.logits) + index * r.row_stride, r.vocab, Team<C>::rank(), Team<C>::size()),
         shared(shared),
-        index(index) {
+        index(index),
+        by_id(by_id) {
     // Ordered by the barrier before the threshold is known.
     if (threadIdx.x == 0) route_counters() = RouteCounters{0, 0, 0, 0}, noted() = 0;
     // Loads that wait for nothing go out together.
@@ -1365,7 +1370,7 @@ struct Kept : Cut {
       const unsigned element = threadIdx.x % kTop;
       top.weights[element] = softmax.weight(value_of(top.orders[element] >> 32));
     }
-    rank_orders(top, count);
+    rank_orders(top, count, by_id);
     __syncthreads();
     if (!(limits.top_p < 1.0f) && !(limits.min_p > 0.0f) && limited) {
       members = min(limits.top_k, count);
