@@ -75,6 +75,18 @@ __device__ __forceinline__ void add_below(float* sum, float weight, float x, flo
       : "f"(x), "f"(threshold), "f"(weight));
 }
 
+// All bits where a > b, else none. To be added up, where a condition for each addition would take its own time.
+__device__ __forceinline__ unsigned all_if_above(unsigned a, unsigned b) {
+  unsigned all;
+  asm("set.gt.u32.u32 %0, %1, %2;" : "=r"(all) : "r"(a), "r"(b));
+  return all;
+}
+__device__ __forceinline__ unsigned all_if_above(unsigned long long a, unsigned long long b) {
+  unsigned all;
+  asm("set.gt.u32.u64 %0, %1, %2;" : "=r"(all) : "l"(a), "l"(b));
+  return all;
+}
+
 // Values of which the compiler is to know nothing from here on.
 __device__ __forceinline__ void forget_value(int& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void forget_value(unsigned& x) { asm volatile("" : "+r"(x)); }

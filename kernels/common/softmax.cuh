@@ -32,14 +32,15 @@ __device__ __forceinline__ Mass times(u64 weight, u64 count) {
 
 // A mass in digits of 16 bits, which a warp adds with one instruction each.
 __device__ __forceinline__ Mass warp_sum(Mass m) {
-  Mass sum = {0, 0};
+  // Two digits' totals in a word of 37 bits.
+  u64 words[3];
 #pragma unroll
-  for (int digit = 5; digit >= 0; digit--) {
-    const u64 word = digit < 4 ? m.low : m.high;
-    const unsigned total = __reduce_add_sync(~0u, (unsigned)(word >> (digit % 4 * 16)) & 0xffffu);
-    sum = Mass{sum.low << 16, sum.high << 16 | sum.low >> 48} + Mass{total, 0};
+  for (int i = 0; i < 3; i++) {
+    const unsigned two = (unsigned)(i == 2 ? m.high : m.low >> i * 32);
+    const unsigned lower = __reduce_add_sync(~0u, two & 0xffffu), upper = __reduce_add_sync(~0u, two >> 16);
+    words[i] = ((u64)upper << 16) + lower;
   }
-  return sum;
+  return Mass{words[0], words[2]} + Mass{words[1] << 32, words[1] >> 32};
 }
 
 // The logarithm of a mass above 0, as a sum of weights.
@@ -105,9 +106,10 @@ struct Softmax {
     return e * __uint_as_float((unsigned)(bias + 127) << 23);
   }
 
-  // The weight in units of 2^-62, rounded down: its fraction, shifted. A conversion is slower.
-  __device__ __forceinline__ u64 mass(float x) const {
-    const float w = weight(x);
+  // The weight in units of 2^-62, rounded down.
+  __device__ __forceinline__ u64 mass(float x) const { return mass_of(weight(x)); }
+  // Of a weight: its fraction, shifted. A conversion is slower.
+  static __device__ __forceinline__ u64 mass_of(float w) {
     const unsigned bits = __float_as_uint(w);
     if (!(w > 0.0f)) return 0;
     // 1 has the exponent 127, and none is below 2^-63.
@@ -116,8 +118,11 @@ struct Softmax {
 
   // The log-probability of a logit in a set whose mass has this logarithm.
   __device__ __forceinline__ float log_weight(float x, double log_mass) const {
+    return log_weight(x, exponent(x), log_mass);
+  }
+  __device__ __forceinline__ float log_weight(float x, float exponent, double log_mass) const {
     if (max == CUDART_INF_F && x != max) return -CUDART_INF_F;
-    return (float)((double)exponent(x) - log_mass);
+    return (float)((double)exponent - log_mass);
   }
 };
 

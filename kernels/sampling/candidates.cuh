@@ -8,7 +8,7 @@
 template <class T, int C>
 __device__ __forceinline__ void candidates(const Request& request, unsigned* ids, float* log_probs,
                            unsigned* counts, long long capacity) {
-  Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), [] {});
+  Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), Team<C>::index(), true, [] {});
   if (kept.open) kept.settle_by_pass();
   const auto& row = kept.row;
   ids += kept.row_index() * capacity, log_probs += kept.row_index() * capacity;
@@ -26,15 +26,23 @@ __device__ __forceinline__ void candidates(const Request& request, unsigned* ids
   const double log = log_mass(mass);
   if (kept.members) {
     const Top& top = kept.shared.top;
-    if (Team<C>::rank() == 0 && threadIdx.x < size) {
-      const u64 mine = top.ranked[threadIdx.x].order;
-      unsigned place = 0;
-#pragma unroll 4
-      // Complements: the greater one is the lower id.
-      for (unsigned other = 0; other < size; other++) place += (unsigned)top.ranked[other].order > (unsigned)mine;
-      if (place < capacity) {
-        ids[place] = ~(unsigned)mine;
-        log_probs[place] = kept.softmax.log_weight(value_of(mine >> 32), log);
+    if (Team<C>::rank() == 0 && threadIdx.x < kTop) {
+      // Those before it in the order of ids that are kept.
+      const unsigned lane = threadIdx.x % 32;
+      unsigned place = 0, mine = 0;
+      bool is = false;
+#pragma unroll
+      for (unsigned i = 0; i < kTop / 32; i++) {
+        const unsigned at = i * 32 + lane, entry = top.by_id[at];
+        const bool kept_there = at < kept.ranked && entry >> 8 < size;
+        const unsigned those = __ballot_sync(~0u, kept_there);
+        if (i < threadIdx.x / 32) place += __popc(those);
+        if (i == threadIdx.x / 32) place += __popc(those & ((1u << lane) - 1)), mine = entry & 0xff, is = kept_there;
+      }
+      if (is && place < capacity) {
+        const u64 order = top.orders[mine];
+        ids[place] = ~(unsigned)order;
+        log_probs[place] = kept.softmax.log_weight(value_of(order >> 32), log);
       }
     }
     kept.leave();

@@ -15,7 +15,7 @@ __device__ void fill(const Kept<T, C>& kept, T* out) {
   int position = -1;
   T survivor = dropped;
   if (threadIdx.x < kept.members) {
-    position = (int)~(unsigned)kept.shared.top.ranked[threadIdx.x].order;
+    position = (int)~(unsigned)kept.shared.top.ranked(threadIdx.x);
     if (position >= from && position < to) survivor = row.data[position];
   }
   __syncthreads();
@@ -100,7 +100,7 @@ __device__ __noinline__ void mask_open(const Kept<T, C>* of_row, T* out, bool al
 
 template <class T, int C>
 __device__ __forceinline__ void mask(const Request& request, T* out, long long out_stride) {
-  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), [] {});
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), Team<C>::index(), false, [] {});
   const auto& row = kept.row;
   out += kept.row_index() * out_stride;
   if (kept.members) {

@@ -48,77 +48,80 @@ struct SampleOutputs {
   unsigned refused;
 };
 
-// Where a draw falls among the best, by exact sums in the order of ids: by each warp, after make_exact.
+// Where a draw falls among the first `size` of the ranked, by exact sums in the order of ids: the element. By one warp.
 static __device__ __noinline__ unsigned invert_exactly(const Top& top, unsigned size, u64 draw) {
   Mass mass = {0, 0};
 #pragma unroll 1
-  for (unsigned i = 0; i < size; i++) mass = mass + Mass{top.found[i].order, 0};
+  for (unsigned i = 0; i < size; i++) mass = mass + Mass{top.mass(top.by_rank[i]), 0};
   const Mass point = inverted(mass, draw);
   unsigned drawn = 0;
 #pragma unroll 1
-  for (unsigned mine = threadIdx.x % 32; mine < size; mine += 32) {
+  for (unsigned i = threadIdx.x % 32; i < size; i += 32) {
+    const unsigned mine = top.by_rank[i], id = (unsigned)top.orders[mine];
     Mass up_to = {0, 0};
-    const unsigned id = (unsigned)top.ranked[mine].order;
 #pragma unroll 1
-    for (unsigned other = 0; other < size; other++) {
-      if ((unsigned)top.ranked[other].order >= id) up_to = up_to + Mass{top.found[other].order, 0};
+    for (unsigned j = 0; j < size; j++) {
+      const unsigned other = top.by_rank[j];
+      if ((unsigned)top.orders[other] >= id) up_to = up_to + Mass{top.mass(other), 0};
     }
-    if (point < up_to && !(point < up_to - Mass{top.found[mine].order, 0})) drawn = mine;
+    if (point < up_to && !(point < up_to - Mass{top.mass(mine), 0})) drawn = mine;
   }
   return __reduce_max_sync(~0u, drawn);
 }
 
-// All inversions tell the mass of the kept set too, or its logarithm; this one, the token's logit.
+// The same by rounded sums, in the order of ids; ~0 where they leave a doubt. `ranked` are in that order.
+template <class N>
+__device__ __forceinline__ unsigned invert_about(const Top& top, unsigned ranked, unsigned size, u64 draw) {
+  // A few each. What is not kept has no weight.
+  const unsigned first = threadIdx.x % 32 * kTopEach;
+  const ushort4 four = reinterpret_cast<const ushort4*>(top.by_id)[threadIdx.x % 32];
+  const unsigned entries[kTopEach] = {four.x, four.y, four.z, four.w};
+  N weights[kTopEach], sum = 0, total;
+#pragma unroll
+  for (int i = 0; i < kTopEach; i++) {
+    const bool is = first + i < ranked && entries[i] >> 8 < size;
+    weights[i] = is ? Rounding<N>::round(top.weights[entries[i] & 0xff]) : N(0), sum += weights[i];
+  }
+  N up_to = exclusive_sum(sum, &total);
+  const N point = total * ((N)draw * N(0x1p-64)), margin = total * Rounding<N>::kMost;
+  unsigned drawn = 0;
+#pragma unroll
+  for (int i = 0; i < kTopEach; i++) {
+    const N before = up_to;
+    up_to += weights[i];
+    if (weights[i] > 0 && point + margin < up_to && point - margin >= before) drawn = entries[i] | ~0xffu;
+  }
+  drawn = __reduce_max_sync(~0u, drawn);
+  return drawn ? drawn & 0xff : ~0u;
+}
+static __device__ __noinline__ unsigned invert_better(const Top& top, unsigned ranked, unsigned size, u64 draw) {
+  const unsigned drawn = invert_about<double>(top, ranked, size, draw);
+  return drawn != ~0u ? drawn : invert_exactly(top, size, draw);
+}
+
+// All inversions tell the mass of the kept set too, or its logarithm; this one, by the first warp, the token's logit and
+// its exponent.
 template <class T, int C>
 __device__ __forceinline__ unsigned invert_top(const Kept<T, C>& kept, u64 draw, bool wants_log, double* log,
-                                               float* logit) {
-  Top& top = kept.shared.top;
-  const unsigned size = kept.members;
-  __shared__ double point, margin, logarithm;
-  __shared__ unsigned drawn;
-  // What is one number, the warp finds that has the fewest comparisons to make.
-  const bool last = threadIdx.x / 32 == kWarps - 1;
-  if (last) {
-    double mass = 0.0;
-#pragma unroll
-    for (int i = 0; i < kTop / 32; i++) {
-      const unsigned at = threadIdx.x % 32 + i * 32;
-      mass += at < size ? top.ranked[at].mass : 0.0;
+                                               float* logit, float* exponent) {
+  const Top& top = kept.shared.top;
+  u64 order = 0;
+  if (threadIdx.x < 32) {
+    unsigned drawn = invert_about<float>(top, kept.ranked, kept.members, draw);
+    if (drawn == ~0u) drawn = invert_better(top, kept.ranked, kept.members, draw);
+    order = top.orders[drawn];
+    *logit = value_of(order >> 32), *exponent = kept.softmax.exponent(*logit);
+    forget_value(*exponent);  // Not after the logarithm.
+  }
+  if (wants_log) {
+    __shared__ double logarithm;
+    if (threadIdx.x / 32 == kWarps - 1) {
+      const double its = log_mass(kept.mass_of_members());
+      if (threadIdx.x % 32 == 0) logarithm = its;
     }
-    mass = warp_reduce(mass, AddSums());
-    if (threadIdx.x % 32 == 0) {
-      point = mass * (__ull2double_rn(draw) * 0x1p-64), margin = mass * kRounding, drawn = ~0u;
-    }
+    __syncthreads();
+    *log = logarithm;
   }
-  // The mass of the members up to each, in the order of ids.
-  const Pairs pairs(size);
-  double up_to = 0.0, own = 0.0;
-  if (pairs.works) {
-    const bool exists = pairs.element < size;
-    const Top::Member mine = top.ranked[exists ? pairs.element : 0];
-#pragma unroll 4
-    for (unsigned other = pairs.part; other < size; other += pairs.parts) {
-      const Top::Member its = top.ranked[other];
-      // Complements: the greater one is the lower id.
-      if ((unsigned)its.order >= (unsigned)mine.order) up_to += its.mass;
-    }
-    up_to = pairs.combine(up_to);
-    if (exists && pairs.part == 0) own = mine.mass;
-  }
-  __syncthreads();
-  if (own > 0.0 && point + margin < up_to && point - margin >= up_to - own) drawn = pairs.element;
-  if (wants_log && last) {
-    const double log = log_mass(kept.mass_of_members());
-    if (threadIdx.x % 32 == 0) logarithm = log;
-  }
-  __syncthreads();
-  unsigned at = drawn;
-  if (at == ~0u) {
-    make_exact(&top, size, kept.softmax);
-    at = invert_exactly(top, size, draw);
-  }
-  const u64 order = top.ranked[at].order;
-  *log = logarithm, *logit = value_of(order >> 32);
   return ~(unsigned)order;
 }
 
@@ -275,13 +278,16 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
   // Its loads, too, go out at the beginning; of one warp, lest all wait for them at once, and of the
   // member that speaks for a small set.
   __shared__ u64 draw;
+  __shared__ long long step;
   DrawSource::Drawn drawn = {false, 0, 0};
+  unsigned index = Team<C>::index();
+  forget_value(index);  // A division: not once more where it is needed again.
   const bool draws_early = threadIdx.x / 32 == kWarps - 1 && Team<C>::rank() == 0;
-  if (draws_early) drawn = draws.load(Kept<T, C>::row_index());
-  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), [&] {
+  if (draws_early) drawn = draws.load(index);
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), index, true, [&] {
     if (draws_early) {
       const u64 its = drawn.draw();
-      if (threadIdx.x % 32 == 0) draw = its;
+      if (threadIdx.x % 32 == 0) draw = its, step = drawn.step;
     }
   });
   const long long b = kept.row_index();
@@ -290,12 +296,13 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
   unsigned token = ~0u;
   float logit = CUDART_NAN_F;  // where it is known without a look at the row
   Mass mass = {0, 0};
+  float exponent = 0.0f;  // and then its exponent
   double log = 0.0;  // of a set of one
   if (kept.numbers > 0 && !(held & out.refused)) {
     if (kept.cut_key == kept.best_key && kept.cut_end == kept.best_position + 1) {
       token = kept.best_position, logit = value_of(kept.best_key);  // a set of one
     } else if (kept.members) {
-      if (says) token = invert_top(kept, draw, out.log_probs, &log, &logit);
+      if (says) token = invert_top(kept, draw, out.log_probs, &log, &logit, &exponent);
     } else if (kept.on_chip()) {
       token = invert_on_chip(kept, draws.load(b).draw(), &mass);
     } else {
@@ -311,8 +318,10 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
     if (out.log_probs) {
       float log_prob = -CUDART_INF_F;
       if (token != ~0u) {
-        if (logit != logit) logit = widen(kept.row.data[token]), log = log_mass(mass);
-        log_prob = kept.softmax.log_weight(logit, log);
+        if (logit != logit) {
+          logit = widen(kept.row.data[token]), exponent = kept.softmax.exponent(logit), log = log_mass(mass);
+        }
+        log_prob = kept.softmax.log_weight(logit, exponent, log);
       }
       out.log_probs[b] = log_prob;
     }
@@ -321,7 +330,8 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
   // Not before every member that reads the step has: only for a small set do they part without a
   // barrier, and then it is read by this one alone.
   if (says && out.advance) {
-    long long& step = out.advance[b * draws.counters_row + draws.counters_column];
-    step = (long long)((u64)step + 1);
+    // Of a large set, another than the first may speak.
+    const long long was = Team<C>::rank() == 0 ? step : draws.load(b).step;
+    out.advance[b * draws.counters_row + draws.counters_column] = (long long)((u64)was + 1);
   }
 }

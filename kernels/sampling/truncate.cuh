@@ -12,10 +12,10 @@
 //     of the rest in f32. A cluster that holds the whole row on chip needs no sample: the greatest
 //     logits of 128 parts of the row propose the threshold, and the pass reads shared memory.
 //  2. Where the cut lies among the best 128, a histogram of the candidates finds those, and comparisons
-//     of all pairs rank them and add up the mass above each, in f64. What such sums leave open, by their
-//     rounding, exact ones decide. Of the rest the f32 sum decides a top-p only where its error bound
-//     admits one answer; else the exact sum is taken in a second pass. The bound is one on the rest's
-//     mass, which is small where the set is.
+//     of all pairs rank them. A warp adds up the weights above each, in f32. What such sums leave open, by
+//     their rounding, sums in f64 decide, and at last exact ones. Of the rest the f32 sum decides a top-p
+//     only where its error bound admits one answer; else the exact sum is taken in a second pass. The bound
+//     is one on the rest's mass, which is small where the set is.
 //  3. Pivot search, for larger sets. Where the candidates hold the set (a hit), three pivots at a
 //     time split the range of keys that the cut lies in. The range is one of integers, not of
 //     values, and before each step it shrinks to the keys that exist in it, so at most 16 steps leave
@@ -28,8 +28,8 @@
 // A team's members pass over a slice of the row each; gathered elements are exchanged once, and what
 // is on chip every member works through by itself, without a word to the others.
 //
-// Weights and sums of weights that decide are integers (softmax.cuh), or sums in f64 of multiples of so large a number
-// that they are exact: no order of arrival shows.
+// Weights and sums of weights that decide are integers (softmax.cuh), or sums beyond whose bounds they decide the same: no
+// order of arrival shows.
 #pragma once
 
 #include <new>
@@ -128,82 +128,103 @@ struct alignas(16) BracketHistogram {
 };
 
 // The best of a row in order, found first in any order.
-constexpr int kTop = 128, kTopBins = 256;
+constexpr int kTop = 128, kTopBins = 256, kTopEach = kTop / 32;
 struct alignas(16) Top {
-  struct alignas(16) Member {
-    // The key, and the position's complement: the order as an integer.
-    u64 order;
-    double mass;  // rounded
-  };
-  Member found[kTop], ranked[kTop];
-  double above[kTop];        // the rounded masses of everything before it in the order
-  double others[32];         // of what is gathered and not ranked: a warp's
+  // The key, and the position's complement: the order as an integer. kNoOrder beyond the last.
+  u64 orders[kTop];
+  float weights[kTop];
+  unsigned char by_rank[kTop];
+  unsigned short by_id[kTop];  // and the rank, in the upper half
+  double others[32];           // of what is gathered and not ranked: a warp's
   unsigned bins[kTopBins];
   unsigned slots;
 
-  // The rounded masses of the first `count` of the order, at least 1.
-  __device__ __forceinline__ double first(unsigned count) const {
-    return above[count - 1] + ranked[count - 1].mass;
-  }
+  __device__ __forceinline__ u64 ranked(unsigned rank) const { return orders[by_rank[rank]]; }
+  __device__ __forceinline__ u64 mass(unsigned element) const { return Softmax::mass_of(weights[element]); }
 };
 
-// A mass as a multiple of 2^22: so the sums of all that can be gathered are exact, and no order shows. Every sum that
-// leaves a doubt has the greatest mass in it, 2^62, and fewer than 2^13 others that are off by 2^21 each.
-static_assert(kCandidates + kTop < 1 << 13, "sums are below 2^75");
-__device__ __forceinline__ double rounded(u64 mass) { return __ull2double_rn(mass) + 0x1.8p74 - 0x1.8p74; }
+// How far off a sum of the ranked is at most, and what is made from it by a few operations, relative. What is decided by
+// it is decided beyond this; where sums are closer, by better ones, and at last by exact ones. Members decide alike: they
+// add up the same, in the order of ranks.
+template <class N>
+struct Rounding;
+// No weight takes part in more than 11 additions.
+template <>
+struct Rounding<float> {
+  static constexpr float kMost = 0x1p-19f;
+  static __device__ __forceinline__ float round(float weight) { return weight; }
+};
+// As multiples of 2^-40, of which all sums are exact. There is a weight of 1, and fewer than 2^13 that are off by 2^-41.
+static_assert(kCandidates + kTop < 1 << 13, "sums are below 2^13");
+template <>
+struct Rounding<double> {
+  static constexpr double kMost = 0x1p-27;
+  static __device__ __forceinline__ double round(float weight) { return (double)weight + 0x1.8p12 - 0x1.8p12; }
+};
 
-// How far off such a sum is at most, and what is made from it by a few operations, relative. What is decided by it is
-// decided beyond this; where sums are closer, by exact ones.
-constexpr double kRounding = 0x1p-27;
+static __device__ __noinline__ float weight_of_few(const Softmax softmax, float x) { return softmax.weight(x); }
 
-// The exact masses of the ranked, in the places of the orders of the found, which have served. By the whole block.
-static __device__ __noinline__ void make_exact(Top* top, unsigned count, const Softmax softmax) {
-  __syncthreads();
+// Below every other, and of no lower id.
+constexpr u64 kNoOrder = 0x80000000u;
+
+// Ranks the first `count` of the orders, at most kTop, and if wanted their ids: by comparisons of all with all.
+__device__ __forceinline__ void rank_orders(Top& top, unsigned count, bool by_id) {
+  // A thread compares four elements at a time: loads, of which each serves all four, would take the most time.
+  constexpr unsigned kEach = 4, kLogThreads = __builtin_ctz(kThreads);
+  static_assert(kThreads >= 4 * kTop / kEach, "an element's rank is told by a thread");
+  const unsigned tiles = (count + kEach - 1) / kEach;
+  // As many threads as there are for each of the least power of two of tiles; not so many that what each does besides
+  // takes longer.
+  const unsigned log_parts = min(4u, kLogThreads - (tiles > 1 ? 32 - __clz(tiles - 1) : 0));
+  const unsigned parts = 1u << log_parts, tile = threadIdx.x >> log_parts, part = threadIdx.x & (parts - 1);
+  if (threadIdx.x / 32 * 32 >> log_parts >= tiles) return;
+  const auto two = [&](unsigned pair) { return reinterpret_cast<const ulonglong2*>(top.orders)[pair]; };
+  const unsigned own = min(tile, kTop / kEach - 1);
+  const ulonglong2 a = two(2 * own), b = two(2 * own + 1);
+  const u64 mine[kEach] = {a.x, a.y, b.x, b.y};
+  unsigned rank[kEach] = {}, place[kEach] = {};
 #pragma unroll 1
-  for (unsigned i = threadIdx.x; i < count; i += kThreads) {
-    top->found[i].order = softmax.mass(value_of(top->ranked[i].order >> 32));
+  for (unsigned pair = part; 2 * pair < count; pair += parts) {
+    const ulonglong2 both = two(pair);
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      rank[i] -= all_if_above(both.x, mine[i]) + all_if_above(both.y, mine[i]);
+      if (!by_id) continue;
+      // Complements: the greater one is the lower id. They are not below 2^31.
+      place[i] += (unsigned)mine[i] - (unsigned)both.x >> 31;
+      place[i] += (unsigned)mine[i] - (unsigned)both.y >> 31;
+    }
   }
-  __syncthreads();
+  // Four in a word: none has more than 8 bits.
+  unsigned ranks = rank[0] | rank[1] << 8 | rank[2] << 16 | rank[3] << 24;
+  unsigned places = place[0] | place[1] << 8 | place[2] << 16 | place[3] << 24;
+#pragma unroll
+  for (unsigned lanes = 1; lanes < 16; lanes *= 2) {
+    if (lanes >= parts) break;
+    ranks += __shfl_xor_sync(~0u, ranks, lanes);
+    if (by_id) places += __shfl_xor_sync(~0u, places, lanes);
+  }
+  const unsigned element = tile * kEach + part;
+  if (part < kEach && element < count) {
+    const unsigned rank = ranks >> 8 * part & 0xff, place = places >> 8 * part & 0xff;
+    top.by_rank[rank] = element;
+    if (by_id) top.by_id[place] = element | rank << 8;
+  }
 }
 
-// How threads share the comparisons of each of `count` elements, at most kTop, with all.
-struct Pairs {
-  unsigned parts, element, part;  // threads to an element; whose comparisons, and which
-  bool works;  // the same for all of a warp
-
-  __device__ __forceinline__ explicit Pairs(unsigned count) {
-    static_assert(kThreads >= kTop, "an element a thread at least");
-    // As many as there are for each of the least power of two of elements.
-    const unsigned log_parts = min(5, __ffs(kThreads) - 1 - (count > 1 ? 32 - __clz(count - 1) : 0));
-    parts = 1u << log_parts;
-    element = threadIdx.x >> log_parts, part = threadIdx.x & (parts - 1);
-    works = threadIdx.x / 32 * 32 >> log_parts < count;
-  }
-  // f(one of the others, whether there is one) for all that are the thread's to compare with: some at a time, or each
-  // load would wait for the comparison before it.
-  template <class F>
-  __device__ __forceinline__ void for_each(unsigned count, F f) const {
-    constexpr int kAtOnce = 8;
-#pragma unroll 1
-    for (unsigned first = part; first < count; first += kAtOnce * parts) {
+// The sums over the lanes before this one, and over all.
+template <class N>
+__device__ __forceinline__ N exclusive_sum(N x, N* total) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; i++) {
-        const unsigned other = first + i * parts;
-        f(other < count ? other : 0, other < count);
-      }
-    }
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const N below = shuffle_up(x, lanes);
+    x += lane >= lanes ? below : N(0);
   }
-  // Of an element's threads.
-  template <class V>
-  __device__ __forceinline__ V combine(V x) const {
-#pragma unroll
-    for (unsigned lanes = 16; lanes > 0; lanes /= 2) {
-      const V its = shuffle_xor(x, lanes);
-      x += lanes < parts ? its : V(0);
-    }
-    return x;
-  }
-};
+  *total = shuffle(x, 31);
+  const N before = shuffle_up(x, 1);
+  return lane > 0 ? before : N(0);
+}
 
 // Counts an element of a bin, and adds its mass.
 template <class H>
@@ -257,7 +278,7 @@ struct alignas(16) Shared<1> {
   };
 };
 static_assert(sizeof(BracketHistogram<8>) <= sizeof(Elements), "no member notes elements where another still counts");
-static_assert(sizeof(Shared<1>) == 6416 + (32 << 10) || sizeof(Shared<8>) == 6416 + (32 << 10),
+static_assert(sizeof(Shared<1>) == 4352 + (32 << 10) || sizeof(Shared<8>) == 4352 + (32 << 10),
               "src/sampling/cuda.rs asks for as much");
 
 // A measure of elements: their number or their mass. The search is the same for both.
@@ -392,9 +413,47 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
   }
 }
 
+// What the truncation of a row finds.
+struct Cut {
+  Softmax softmax;
+
+  unsigned best_key, best_position;
+  unsigned numbers;  // how many logits are above -inf; where these exceed k, at least as many as k
+  bool has_nan, has_infinity;
+
+  // The cut: an element is kept where its key is greater, or equal at a position below `end`.
+  unsigned cut_key, cut_end;
+
+  // How many are kept, where `shared.top` ranks them; else 0. How many it ranks, and whether the pass has left its
+  // elements there.
+  unsigned members, ranked;
+  bool on_top = false;
+  // The scale of the pass's weights: by a logit's and the reference's product with it.
+  float scale;
+  // How often the members have told each other what a pass has found, and sent what they gathered.
+  unsigned rounds = 0, sendings = 0;
+  // Where the row is on chip, the greatest of what the thread has looked at, and of the row: NaN if it
+  // holds one.
+  float own_best, row_best;
+  // And the sum of the weights of what the thread has looked at, relative to the greatest of the row.
+  float own_sum;
+  // Whether a member may be read by another: it may not end then.
+  mutable bool reads = false;
+
+  // Shared memory holds the `gathered` elements of the whole row whose keys lie in [low, high].
+  unsigned low, high;
+  int gathered;
+
+  // Whether the cut is still open. It is known then to lie in a range of few elements: what is above is kept, and
+  // what is below isn't. A pass over the row that has more to do notes those inside as well, and then settles it.
+  bool open = false;
+
+  __device__ __forceinline__ explicit Cut(const Softmax& softmax) : softmax(softmax) {}
+};
+
 // The truncation of one row. Every member is uniform over the team.
 template <class T, int C>
-struct Kept {
+struct Kept : Cut {
   // Large sets are cut by brackets, except in runs of the ablation.
   static constexpr bool kBrackets =
       kVariant.searches == Searches::kRanked && kVariant.truncates == Truncates::kProposed && kVariant.cuts_duplicates;
@@ -422,35 +481,15 @@ struct Kept {
   TeamRow row;
   Truncation limits;
   Shared<C>& shared;
-  Softmax softmax;
+  unsigned index;
+  bool by_id;  // whether the best are ranked by their ids, too
 
-  unsigned best_key, best_position;
-  unsigned numbers;  // how many logits are above -inf; where these exceed k, at least as many as k
-  bool has_nan, has_infinity;
+  // A copy that is known to work on shared memory.
+  __device__ __forceinline__ Kept(const Kept& kept, Shared<C>& shared)
+      : Cut(kept), row(kept.row), limits(kept.limits), shared(shared), index(kept.index), by_id(kept.by_id) {
+    if (row.staged) row.staged = reinterpret_cast<const uint4*>(&shared + 1);
+  }
 
-  // The cut: an element is kept where its key is greater, or equal at a position below `end`.
-  unsigned cut_key, cut_end;
-
-  // How many are kept, where `shared.top` holds them, in order; else 0. Whether it has the sums, too.
-  unsigned members;
-  bool summed;
-  // How often the members have told each other what a pass has found, and sent what they gathered.
-  unsigned rounds = 0, sendings = 0;
-  // Where the row is on chip, the greatest of what the thread has looked at, and of the row: NaN if it
-  // holds one.
-  float own_best, row_best;
-  // And the sum of the weights of what the thread has looked at, relative to the greatest of the row.
-  float own_sum;
-  // Whether a member may be read by another: it may not end then.
-  mutable bool reads = false;
-
-  // Shared memory holds the `gathered` elements of the whole row whose keys lie in [low, high].
-  unsigned low, high;
-  int gathered;
-
-  // Whether the cut is still open. It is known then to lie in a range of few elements: what is above is kept, and
-  // what is below isn't. A pass over the row that has more to do notes those inside as well, and then settles it.
-  bool open = false;
   struct Open {
     unsigned from, to;
     float low, high;  // the same as values
@@ -464,13 +503,15 @@ struct Kept {
     return range;
   }
 
-  // `meanwhile` is called by every thread before a barrier of the block, at a time when there is nothing
-  // else to do, or little.
+  // `by_id` is a constant. `meanwhile` is called by every thread before a barrier of the block, at a time when
+  // there is nothing else to do, or little.
   template <class Meanwhile>
-  __device__ Kept(const Request& r, Shared<C>& shared, Meanwhile meanwhile)
-      : row(static_cast<const T*>(r.logits) + row_index() * r.row_stride, r.vocab, Team<C>::rank(), Team<C>::size()),
+  __device__ Kept(const Request& r, Shared<C>& shared, unsigned index, bool by_id, Meanwhile meanwhile)
+      : Cut(Softmax(0.0f, 1.0f)),
+        row(static_cast<const T*>(r.logits) + index * r.row_stride, r.vocab, Team<C>::rank(), Team<C>::size()),
         shared(shared),
-        softmax(0.0f, 1.0f) {
+        index(index),
+        by_id(by_id) {
     // Ordered by the barrier before the threshold is known.
     if (threadIdx.x == 0) route_counters() = RouteCounters{0, 0, 0, 0}, noted() = 0;
     // Loads that wait for nothing go out together.
@@ -479,27 +520,31 @@ struct Kept {
       limits = Truncation(r, row_index());
       row.prefetch();
       proposal = {0.0f, false, 0.0f, false, false};
+      scale = CUDART_L2E_F / limits.temperature;
       meanwhile();
     } else if constexpr (C == 1) {
       const Sampled sampled(row);
       limits = Truncation(r, row_index());
       row.prefetch();
+      scale = CUDART_L2E_F / limits.temperature;
       proposal = propose(sampled);
       meanwhile();
     } else {
       const bool staged = stage();
       if (threadIdx.x == 0) {
         for (int i = 0; i < 3; i++) mail(i).open();
-        nth_greatest() = ~0u;
+        nth_greatest() = 0;
       }
       Team<C>::arrive();
       limits = Truncation(r, row_index());
+      scale = CUDART_L2E_F / limits.temperature;
       if (staged) {
         proposal = propose_staged(r.joint, meanwhile);
       } else {
+        const Sampled sampled(row);
         row.prefetch();
         Team<C>::wait();
-        proposal.asks_sample = true;
+        proposal = propose(sampled);
         meanwhile();
       }
     }
@@ -518,11 +563,30 @@ struct Kept {
     return boxes[kind];
   }
 
-  // Of the parts' greatest logits, the least that is proposed.
+  // Of the parts' greatest logits, the one that is proposed.
   static __device__ __forceinline__ unsigned& nth_greatest() {
     __shared__ unsigned key;
     return key;
   }
+
+  // What the members have found in the pass: the greatest, the sum of weights, and how many elements.
+  static __device__ __forceinline__ uint4* heard() {
+    __shared__ uint4 said[C];
+    return said;
+  }
+
+  // Of the pass: each warp's sum of weights.
+  static __device__ __forceinline__ float* warp_sums() {
+    __shared__ float sums[kWarps];
+    return sums;
+  }
+  // By a whole warp: the block's.
+  static __device__ __forceinline__ float sum_of_warps() {
+    return warp_reduce<kWarps>(warp_sums()[threadIdx.x % kWarps], AddSums());
+  }
+
+  // Of a thread's weights, at least: finite where there is nothing but -inf.
+  static constexpr float kLeastOrigin = -1e30f;
 
   // How many elements the pass has noted.
   static __device__ __forceinline__ unsigned& noted() {
@@ -541,7 +605,7 @@ struct Kept {
     return raw;
   }
 
-  static __device__ __forceinline__ long long row_index() { return Team<C>::index(); }
+  __device__ __forceinline__ long long row_index() const { return index; }
 
   __device__ __forceinline__ bool holds(float x, int position) const {
     return holds(cut_key, cut_end, x, position);
@@ -601,9 +665,10 @@ struct Kept {
   // By a whole warp, exactly.
   __device__ __forceinline__ Mass mass_of_members() const {
     Mass own = {0, 0};
-#pragma unroll 1
-    for (unsigned i = threadIdx.x % 32; i < members; i += 32) {
-      own = own + Mass{mass_of_few(softmax, value_of(shared.top.ranked[i].order >> 32)), 0};
+#pragma unroll
+    for (int i = 0; i < kTopEach; i++) {
+      const unsigned rank = threadIdx.x % 32 + i * 32;
+      if (rank < members) own = own + Mass{shared.top.mass(shared.top.by_rank[rank]), 0};
     }
     return warp_sum(own);
   }
@@ -670,66 +735,69 @@ struct Kept {
     return false;
   }
 
-  struct Part {
-    float best;
-    // The weights of what is not gathered.
-    float sum;
-  };
-
-  __device__ void find_cut(int joint, Proposal proposal) {
+  __device__ __forceinline__ void find_cut(int joint, Proposal proposal) {
     members = 0;
-    const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
-    bool counted = false;  // whether `numbers` is exact
-    Part part = {0.0f, 0.0f};
-    // The greatest of so many are found without any gathered.
-    const bool many = kBrackets && limited && limits.top_k > kCandidates / 2 && row.size > kCandidates;
-    while (!many) {
-      if constexpr (C > 1) {
-        if (proposal.asks_sample) {
-          // Else the compiler works out ahead of the loop, for every row, whatever it can of this.
-          forget_value(row.size), forget_value(row.shift), forget_value(row.begin), forget_value(row.end);
-          forget_value(limits.top_k), forget_value(limits.top_p), forget_value(limits.min_p);
-          forget_value(limits.temperature);
+    bool counted = false;
+    if (!many() && !proposal.asks_sample && find_among_best(joint, proposal, &counted)) return;
+    // What a pointer is taken of lies in memory.
+    Kept copy(*this);
+    search(&copy, joint, proposal, counted);
+    static_cast<Cut&>(*this) = copy;
+  }
+
+  // Parts 1 and 2. Whether that is all. `counted`: whether `numbers` is exact.
+  __device__ __forceinline__ bool find_among_best(int joint, const Proposal& proposal, bool* counted) {
+    *counted = (limited() || kVariant.truncates == Truncates::kNever) && !proposal.gathers;
+    if (*counted) {
+      forget();
+      count_all();
+    } else {
+      pass(proposal, sums(joint));
+      *counted = gathered && low <= kNegInfinityKey + 1;
+      if (has_nan || has_infinity || best_key <= kNegInfinityKey) count_all(), *counted = true;
+    }
+    cut_key = ~0u, cut_end = 0;
+    if (numbers == 0) return true;
+    softmax = Softmax(value_of(best_key), limits.temperature);
+    return kVariant.searches == Searches::kRanked && gathered && rank_top(joint, proposal.reference);
+  }
+
+  // Whether the greatest of so many are found without any gathered.
+  __device__ __forceinline__ bool many() const {
+    return kBrackets && limited() && limits.top_k > kCandidates / 2 && row.size > kCandidates;
+  }
+  __device__ __forceinline__ bool limited() const {
+    return limits.top_k > 0 && limits.top_k < (unsigned)row.size;
+  }
+
+  // All else. By itself, on a copy: what is rare takes no registers from what is not.
+  static __device__ __noinline__ void search(Kept* kept, int joint, const Proposal proposal, bool counted) {
+    Kept own(*kept, *reinterpret_cast<Shared<C>*>(dynamic));
+    own.search(joint, proposal, counted);
+    static_cast<Cut&>(*kept) = own;
+  }
+  __device__ __forceinline__ void search(int joint, Proposal proposal, bool counted) {
+    if constexpr (C > 1) {
+      if (!many()) {
+        if (!proposal.asks_sample) set_free();
+        if (proposal.asks_sample || (proposal.first_guess && !outweighed(joint, proposal.reference))) {
           proposal = propose(Sampled(row));
           if (row.staged) proposal.reference = row_best;
+          if (find_among_best(joint, proposal, &counted)) return;
+          set_free();
         }
       }
-      part = {0.0f, 0.0f};
-      counted = (limited || kVariant.truncates == Truncates::kNever) && !proposal.gathers;
-      if (counted) {
-        forget();
-        count_all();
-      } else {
-        part = pass(proposal, sums(joint));
-        counted = gathered && low <= kNegInfinityKey + 1;
-        if (has_nan || has_infinity || best_key <= kNegInfinityKey) count_all(), counted = true;
-      }
-      cut_key = ~0u, cut_end = 0;
-      if (numbers == 0) return;
-      softmax = Softmax(value_of(best_key), limits.temperature);
-      if (outweighed(joint, part, proposal.reference)) break;
-      if (kVariant.searches == Searches::kRanked && gathered && rank_top(joint, part, proposal.reference)) return;
-      if constexpr (C == 1) break;
-      if (threadIdx.x == 0) noted() = 0;
-      Team<C>::sync();  // The slices are free again.
-      reads = true;
-      if (!proposal.first_guess) break;
-      proposal.asks_sample = true;
     }
-
-    const float reference = proposal.reference;
-    apart([=](Kept& kept) {
-      unsigned ties = 0;
-      const bool ends = many ? kept.cut_by_count(&ties) : kept.cut_best(counted, &ties);
-      if (!ends) kept.cut_further(joint, ties, part, reference);
-    });
+    unsigned ties = 0;
+    const bool ends = many() ? cut_by_count(&ties) : cut_best(counted, &ties);
+    if (!ends) cut_further(joint, ties, proposal.reference);
   }
 
   // Has f(the row's truncation) done by itself, with a copy: what most rows don't need takes no registers from them. By
   // way of shared memory: a stack would have them write to memory, too.
   template <class F>
   static __device__ __noinline__ void do_apart(Kept* to, F f) {
-    Kept kept(*to);
+    Kept kept(*to, *reinterpret_cast<Shared<C>*>(dynamic));
     f(kept);
     __syncthreads();
     if (threadIdx.x == 0) to->take(kept);
@@ -741,18 +809,12 @@ struct Kept {
     do_apart(copy, f);
     take(*copy);
   }
-  // What may change.
-  __device__ __forceinline__ void take(const Kept& kept) {
-    numbers = kept.numbers, best_key = kept.best_key, best_position = kept.best_position;
-    has_nan = kept.has_nan, has_infinity = kept.has_infinity, softmax = kept.softmax;
-    cut_key = kept.cut_key, cut_end = kept.cut_end, open = kept.open, reads = kept.reads;
-    low = kept.low, high = kept.high, gathered = kept.gathered;
-  }
+  __device__ __forceinline__ void take(const Kept& kept) { static_cast<Cut&>(*this) = kept; }
 
   // The cut of a top-k that is not among the best, and how many elements with its key are kept: 0 where it's exclusive.
   // Whether that ends it.
   __device__ bool cut_best(bool counted, unsigned* ties) {
-    const bool limited = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
+    const bool limited = this->limited();
     if (limited && numbers < limits.top_k && !counted) count_all();
     cut_key = kNegInfinityKey;
     if (limits.top_k == 1) {
@@ -768,9 +830,9 @@ struct Kept {
   }
 
   // What follows a top-k, of whose cut's key `ties` are kept.
-  __device__ void cut_further(int joint, unsigned ties, const Part& passed, float reference) {
+  __device__ void cut_further(int joint, unsigned ties, float reference) {
     if (open && (limits.top_p < 1.0f || limits.min_p > 0.0f)) ties = resolve();
-    if (limits.top_p < 1.0f) top_p(joint, &ties, passed, reference);
+    if (limits.top_p < 1.0f) top_p(joint, &ties, reference);
     if (limits.min_p > 0.0f) {
       if (open) ties = resolve();
       min_p(&ties);
@@ -778,12 +840,30 @@ struct Kept {
     if (!open && ties) cut_end = kVariant.cuts_duplicates ? position_of_tie(ties) : ~0u;
   }
 
+  // The sum of the weights that the pass has not gathered, of all members. By whole warps.
+  __device__ __forceinline__ float passed_sum() const {
+    if constexpr (C == 1) {
+      return sum_of_warps();
+    } else {
+      const int lane = threadIdx.x % 32;
+      const float sum = lane < Team<C>::size() ? __uint_as_float(heard()[lane].y) : 0.0f;
+      return __shfl_sync(~0u, warp_reduce<C>(sum, AddSums()), 0);
+    }
+  }
+
   // Whether the f32 sum of the rest says at once that the nucleus is far more than what is gathered. It decides the
   // route, never the result.
-  __device__ __forceinline__ bool outweighed(int joint, const Part& passed, float reference) const {
+  __device__ __forceinline__ bool outweighed(int joint, float reference) const {
     if (!kBrackets || !sums(joint) || limits.top_k > 0 || !gathered || low <= kNegInfinityKey + 1) return false;
-    const float best = exp2_approx((value_of(best_key) - reference) * scale());
-    return limits.top_p * passed.sum > 1.01f * (1.0f - limits.top_p) * best * gathered;
+    const float best = exp2_approx((value_of(best_key) - reference) * scale);
+    return limits.top_p * passed_sum() > 1.01f * (1.0f - limits.top_p) * best * gathered;
+  }
+
+  // Makes the slices free for another pass.
+  __device__ __forceinline__ void set_free() {
+    if (threadIdx.x == 0) noted() = 0;
+    Team<C>::sync();
+    reads = true;
   }
 
   // Whether the pass sums the weights: where a top-p refers to more than a top-k leaves.
@@ -801,10 +881,33 @@ struct Kept {
     int from, to;
     row.part_of_warp(&from, &to);
     const uint4* const part = row.staged - row.begin;
+    constexpr int kDepth = 4;
+    Vector<T> nothing;
+#pragma unroll
+    for (int w = 0; w < Row<T>::kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
+    float own = -CUDART_INF_F, own_origin = kLeastOrigin;
+    own_sum = 0.0f;
     part_mail().wait(0);
-    float own = -CUDART_INF_F;
+    if (sums(joint)) {
+      // The weights, too, relative to the greatest that the thread has seen, as their sum is where that changes.
+      Sum sum;
+#pragma unroll 1
+      for (int j = from + lane; j < to; j += kDepth * 32) {
+        Vector<T> v[kDepth];
+#pragma unroll
+        for (int d = 0; d < kDepth; d++) v[d] = j + d * 32 < to ? TeamRow::as_vector(part[j + d * 32]) : nothing;
+#pragma unroll
+        for (int d = 0; d < kDepth; d++) own = max_or_nan(own, max_or_nan(v[d]));
+        const float origin = fmaxf(own * scale, kLeastOrigin);
+        const float factor = exp2_approx(own_origin - origin);
+        sum.sum *= factor, sum.carry *= factor, own_origin = origin;
+        sum.add(v, CUDART_INF_F, scale, origin);
+      }
+      own_sum = sum.sum;
+    } else {
 #pragma unroll 4
-    for (int j = from + lane; j < to; j += 32) own = max_or_nan(own, max_or_nan(TeamRow::as_vector(part[j])));
+      for (int j = from + lane; j < to; j += 32) own = max_or_nan(own, max_or_nan(TeamRow::as_vector(part[j])));
+    }
     own_best = own;
     // NaN is above all.
     unsigned most = own != own ? ~0u : key_of(own);
@@ -826,61 +929,51 @@ struct Kept {
     }
     // Below every logit's.
     if (threadIdx.x < kGroups - all_groups) mail(0).send(&maxima[all_groups + threadIdx.x], 0, Team<C>::rank());
-    // They are on their way: time for the weights, relative to the greatest that the thread has seen.
-    own_sum = 0.0f;
-    const float own_origin = fmaxf(own * scale(), -1e30f);  // finite where there is nothing but -inf
-    if (sums(joint)) {
-      Sum sum;
-      constexpr int kDepth = 4;
-      Vector<T> nothing;
-#pragma unroll
-      for (int w = 0; w < Row<T>::kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
-#pragma unroll 1
-      for (int j = from + lane; j < to; j += kDepth * 32) {
-        Vector<T> v[kDepth];
-#pragma unroll
-        for (int d = 0; d < kDepth; d++) v[d] = j + d * 32 < to ? TeamRow::as_vector(part[j + d * 32]) : nothing;
-        sum.add(v, CUDART_INF_F, scale(), own_origin);
-      }
-      own_sum = sum.sum;
-    }
+    // They are on their way.
     meanwhile();
+    const bool by_count = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
+    const bool by_parts = row.size > kCandidates && limits.top_k != 1 &&
+                          (by_count ? limits.top_k <= (unsigned)all_groups : limits.top_p < 1.0f);
+    // At least k reach the kth greatest. Of 128 parts half have about 90 that do, of 96 seven in twelve.
+    const unsigned nth = by_count ? limits.top_k : 32 + all_groups / 4;
     mail(0).wait(0);
     const uint4 four = reinterpret_cast<const uint4*>(maxima)[lane];
     const unsigned best = __reduce_max_sync(~0u, max(max(four.x, four.y), max(four.z, four.w)));
+    if (by_parts) {
+      // The greatest that nth reach, or one that a few more do: of the lesser of each two, one of which is the least.
+      constexpr int kPivots = kGroups / 2, kShare = kThreads / kPivots;
+      const uint2 two = reinterpret_cast<const uint2*>(maxima)[threadIdx.x / kShare];
+      const unsigned pivot = min(two.x, two.y);
+      const uint4* others = reinterpret_cast<const uint4*>(maxima) + threadIdx.x % kShare;
+      unsigned below = 0, more_below = 0;
+#pragma unroll
+      for (int i = 0; i < kGroups / kShare / 4; i++) {
+        const uint4 its = others[i * kShare];
+        below -= all_if_above(pivot, its.x) + all_if_above(pivot, its.y);
+        more_below -= all_if_above(pivot, its.z) + all_if_above(pivot, its.w);
+      }
+      below += more_below;
+#pragma unroll
+      for (int d = kShare / 2; d > 0; d /= 2) below += __shfl_xor_sync(~0u, below, d);
+      const unsigned most = __reduce_max_sync(~0u, kGroups - below >= nth ? pivot : 0);
+      if (lane == 0) atomicMax(&nth_greatest(), most);
+      __syncthreads();
+    }
     row_best = best == ~0u ? CUDART_NAN_F : value_of(best);
-    own_sum *= exp2_approx(own_origin - row_best * scale());  // as rounded as the pass's origin is
+    own_sum *= exp2_approx(own_origin - row_best * scale);  // as rounded as the pass's origin is
     if (best == ~0u) return {0.0f, false, 0.0f, false, false};
     const float reference = row_best;
     const auto above = [&](float threshold, bool guess) {
       return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference, guess, false};
     };
+    if (by_parts && reference > -CUDART_INF_F) return above(value_of(nth_greatest()), true);
     if (row.size <= kCandidates || reference == -CUDART_INF_F) return above(-CUDART_MAX_NORMAL_F, false);
-    const bool by_count = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
     if (!by_count && !(limits.top_p < 1.0f)) {
       if (!(limits.min_p > 0.0f)) return {0.0f, false, reference, false, false};
       return above(reference + limits.temperature * (logf(limits.min_p) - 1e-3f), false);
     }
     if (limits.top_k == 1) return above(reference, false);
-    if (by_count && limits.top_k > all_groups) return {0.0f, false, reference, false, true};
-    // At least k reach the kth greatest. Of 128 parts half have about 90 that do, of 96 seven in twelve.
-    const unsigned nth = by_count ? limits.top_k : 32 + all_groups / 4;
-    constexpr int kShare = kThreads / kGroups, kOthers = kGroups / kShare;
-    const unsigned mine = maxima[threadIdx.x / kShare];
-    const uint4* others = reinterpret_cast<const uint4*>(maxima) + threadIdx.x % kShare;
-    unsigned before = 0;
-#pragma unroll
-    for (int i = 0; i < kOthers / 4; i++) {
-      const uint4 its = others[i * kShare];
-      before += (its.x > mine) + (its.y > mine) + (its.z > mine) + (its.w > mine);
-    }
-#pragma unroll
-    for (int d = kShare / 2; d > 0; d /= 2) before += __shfl_xor_sync(~0u, before, d);
-    // The least that fewer than nth are above: equal ones are below each other.
-    const unsigned least = __reduce_min_sync(~0u, before < nth ? mine : ~0u);
-    if (lane == 0) atomicMin(&nth_greatest(), least);
-    __syncthreads();
-    return above(value_of(nth_greatest()), true);
+    return {0.0f, false, reference, false, true};
   }
 
   // Part 1, the sample.
@@ -888,6 +981,7 @@ struct Kept {
     constexpr int kSampled = Sampled::kVectors;
     constexpr int kGroups = 64, kGroup = kThreads / kGroups, kShare = 32 / kGroup;
     __shared__ float maxima[kGroups], nth_greatest[2];
+    __shared__ unsigned weights[3][kWarps];
     float best = -CUDART_INF_F;
 #pragma unroll
     for (int i = 0; i < kSampled; i++) {
@@ -947,30 +1041,49 @@ struct Kept {
     const float threshold = by_count ? CUDART_INF_F : nth_maximum(nth, few);
     const float high_threshold = by_count ? CUDART_INF_F : nth_greatest[1];
     const float scale = CUDART_L2E_F / limits.temperature;
-    // Moments about the best: one pass, and no cancellation to speak of. Weights of all, and of what
-    // is not gathered above either threshold.
+    if (!by_count) {
+      // Weights of all, and of what is not gathered above either threshold, as integers: a warp adds them by one
+      // instruction each, and no order shows.
+      constexpr float kUnit = 0x1p31f / (Sampled::kSize / kWarps);
+      unsigned whole = 0, rest = 0, more_rest = 0;
+#pragma unroll
+      for (int i = 0; i < kSampled; i++) {
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) {
+          const unsigned weight = __float2uint_rz(exp2_approx((x(i, w) - reference) * scale) * kUnit);
+          whole += weight;
+          if (x(i, w) < threshold) rest += weight;
+          if (x(i, w) < high_threshold) more_rest += weight;
+        }
+      }
+      whole = __reduce_add_sync(~0u, whole), rest = __reduce_add_sync(~0u, rest);
+      more_rest = __reduce_add_sync(~0u, more_rest);
+      if (lane == 0) {
+        const int warp = threadIdx.x / 32;
+        weights[0][warp] = whole / kWarps, weights[1][warp] = rest / kWarps, weights[2][warp] = more_rest / kWarps;
+      }
+      __syncthreads();
+      const auto sum = [&](int which) { return (float)__reduce_add_sync(~0u, lane < kWarps ? weights[which][lane] : 0); };
+      // Fewer are gathered where there is little doubt.
+      const float spared = (1.0f - limits.top_p) * sum(0);
+      if (sum(2) < 0.3f * spared) return above(high_threshold);
+      if (sum(1) < 0.8f * spared) return above(threshold);
+    }
+    // Moments about the best: one pass, and no cancellation to speak of.
     struct Moments {
-      float n, sum, squares, whole, rest, more_rest;
-    } m = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+      float n, sum, squares;
+    } m = {0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kSampled; i++) {
 #pragma unroll
       for (int w = 0; w < Row<T>::kWidth; w++) {
         const float d = x(i, w) - reference;
         if (x(i, w) > floor && x(i, w) < CUDART_INF_F) m.n += 1.0f, m.sum += d, m.squares += d * d;
-        const float weight = exp2_approx(d * scale);
-        m.whole += weight;
-        if (x(i, w) < threshold) m.rest += weight;
-        if (x(i, w) < high_threshold) m.more_rest += weight;
       }
     }
     m = block_reduce(m, [](Moments a, Moments b) {
-      return Moments{a.n + b.n,         a.sum + b.sum,   a.squares + b.squares,
-                     a.whole + b.whole, a.rest + b.rest, a.more_rest + b.more_rest};
+      return Moments{a.n + b.n, a.sum + b.sum, a.squares + b.squares};
     });
-    // Fewer are gathered where there is little doubt.
-    if (!by_count && m.more_rest < 0.3f * (1.0f - limits.top_p) * m.whole) return above(high_threshold);
-    if (!by_count && m.rest < 0.8f * (1.0f - limits.top_p) * m.whole) return above(threshold);
     const float mean = m.sum / m.n;
     const float sigma = sqrtf(fmaxf(m.squares / m.n - mean * mean, 0.0f));
     const float size = m.n * each;
@@ -995,7 +1108,13 @@ struct Kept {
     return above(fminf(proposed, reference));
   }
 
-  // Notes the elements of a vector that reach the threshold. Beyond the buffer they are only counted.
+  struct Part {
+    float best;
+    // The weights of what is not gathered.
+    float sum;
+  };
+
+  // Notes the elements of a vector that reach the threshold. Where there is no room they are only counted.
   static __device__ __forceinline__ void note(const Vector<T>& v, int first, float threshold, Elements* slice,
                                               unsigned* slots) {
     unsigned count = 0;
@@ -1003,13 +1122,11 @@ struct Kept {
     for (int w = 0; w < Row<T>::kWidth; w++) count += widen(v.at[w]) >= threshold;
     if (count == 0) return;
     unsigned slot = shared_add(slots, count);
+    if (slot + count > kCandidates) return;
 #pragma unroll
     for (int w = 0; w < Row<T>::kWidth; w++) {
       const float x = widen(v.at[w]);
-      if (x >= threshold) {
-        if (slot < kCandidates) slice->keys[slot] = key_of(x), slice->positions[slot] = first + w;
-        slot++;
-      }
+      if (x >= threshold) slice->keys[slot] = key_of(x), slice->positions[slot] = first + w, slot++;
     }
   }
 
@@ -1035,9 +1152,6 @@ struct Kept {
       carry = (next - sum) - more, sum = next;
     }
   };
-
-  // The scale of the pass's weights: by a logit's and the reference's product with it.
-  __device__ __forceinline__ float scale() const { return CUDART_L2E_F / limits.temperature; }
 
   // A thread's part of the pass. By itself, with nothing by reference, so that the loop has all
   // registers and its vectors never go through memory.
@@ -1088,11 +1202,12 @@ struct Kept {
     // The others' sums are of all that they have seen.
     Sum sum;
     if (!(own_best >= threshold)) sum.sum = own_sum;
+    // The greatest number below the threshold, no zero below a zero: what is above it reaches that.
+    const float below = value_of(key_of(threshold) - (threshold == 0.0f ? 2 : 1));
     constexpr int kAtOnce = 4, kLanes = 32 / kAtOnce;
     unsigned hits = __ballot_sync(~0u, own_best >= threshold);
 #pragma unroll 1
-    // A full buffer takes no more: all lanes must have seen it so.
-    while (hits && !__any_sync(~0u, *(volatile unsigned*)slots > kCandidates)) {
+    while (hits) {
       unsigned from_whose = hits;
 #pragma unroll
       for (int i = 1; i < kAtOnce; i++) {
@@ -1101,29 +1216,60 @@ struct Kept {
       }
       hits &= hits - 1;
       if (from_whose) {
+        constexpr int kDepth = 2, kApart = 32 * kLanes;
+        Vector<T> nothing;
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
 #pragma unroll 1
-        for (int j = from + __ffs(from_whose) - 1 + lane % kLanes * 32; j < to; j += 32 * kLanes) {
-          const Vector<T> v = TeamRow::as_vector(part[j]);
-          note(v, row.first(j), threshold, &shared.slice, slots);
-          if (sums_weights) {
-            const Vector<T> only[1] = {v};
-            sum.add(only, threshold, scale(), origin);
+        for (int j = from + __ffs(from_whose) - 1 + lane % kLanes * 32; j < to; j += kDepth * kApart) {
+          Vector<T> v[kDepth];
+#pragma unroll
+          for (int d = 0; d < kDepth; d++) v[d] = j + d * kApart < to ? TeamRow::as_vector(part[j + d * kApart]) : nothing;
+          // A bit for each that reaches it, without a condition; then a few find theirs again.
+          unsigned reach = 0;
+#pragma unroll
+          for (int d = 0; d < kDepth; d++) {
+#pragma unroll
+            for (int w = 0; w < Row<T>::kWidth; w++) {
+              reach = __funnelshift_l(sign_above(below, widen(v[d].at[w])), reach, 1);
+            }
           }
+          if (reach) {
+            const unsigned count = __popc(reach);
+            unsigned slot = shared_add(slots, count);
+            // Where there is no room they are only counted.
+            if (slot + count <= kCandidates) {
+#pragma unroll 1
+              for (; reach; reach &= reach - 1, slot++) {
+                constexpr unsigned kWidth = Row<T>::kWidth, kLast = kDepth * kWidth - 1;
+                const unsigned i = kLast + 1 - __ffs(reach), at = j + i / kWidth * kApart;
+                const T x = reinterpret_cast<const T*>(part + at)[i % kWidth];
+                shared.slice.keys[slot] = key_of(widen(x)), shared.slice.positions[slot] = row.first(at) + i % kWidth;
+              }
+            }
+          }
+          if (sums_weights) sum.add(v, threshold, scale, origin);
         }
       }
       __syncwarp();
+      // A full buffer takes no more: all lanes must have seen it so.
+      if (hits && __any_sync(~0u, *(volatile unsigned*)slots > kCandidates)) break;
     }
     return {own_best, sum.sum};
   }
 
   // Part 1, the pass: the maximum, the elements that reach the threshold, and the f32 sum of the
   // others' weights relative to the reference. What is rare (NaN, +inf) is only noticed.
-  __device__ Part pass(const Proposal& proposal, bool sums_weights) {
-    __shared__ Part parts[kWarps];
+  __device__ void pass(const Proposal& proposal, bool sums_weights) {
+    __shared__ unsigned bests[kWarps];
+    on_top = false;
+    // Ordered by the barrier before what is gathered is looked at.
+    if (threadIdx.x < kTopBins) shared.top.bins[threadIdx.x] = 0;
+    if (threadIdx.x == 0) shared.top.slots = 0;
     count_pass();
 
     const float threshold = proposal.gathers ? proposal.threshold : CUDART_INF_F;
-    const float origin = proposal.reference * scale();
+    const float origin = proposal.reference * scale;
     Part part;
     if (C > 1 && row.staged) {
       part = scan_staged(threshold, origin, sums_weights, &noted());
@@ -1131,54 +1277,60 @@ struct Kept {
       Row<T> streamed(row.data, row.size, 0, 1);
       streamed.begin = row.begin, streamed.end = row.end;
       part = sums_weights
-          ? scan_slice<true>(streamed, threshold, scale(), origin, &shared.slice, &noted())
+          ? scan_slice<true>(streamed, threshold, scale, origin, &shared.slice, &noted())
           : scan_slice<false>(streamed, threshold, 0.0f, 0.0f, &shared.slice, &noted());
     }
-    const auto combine = [](Part a, Part b) {
-      return Part{max_or_nan(a.best, b.best), a.sum + b.sum};
-    };
     // Of what is on chip the greatest is known.
-    const bool known = C > 1 && row.staged, combines = !known || sums_weights;
-    if (combines) {
-      part = warp_reduce(part, combine);
-      if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
+    const bool known = C > 1 && row.staged;
+    if (sums_weights) part.sum = warp_reduce(part.sum, AddSums());
+    if (!known) {
+      // NaN is above all.
+      const unsigned best = __reduce_max_sync(~0u, part.best != part.best ? ~0u : key_of(part.best));
+      if (threadIdx.x % 32 == 0) bests[threadIdx.x / 32] = best;
     }
+    if (sums_weights && threadIdx.x % 32 == 0) warp_sums()[threadIdx.x / 32] = part.sum;
     __syncthreads();
     unsigned total = noted();
-    if (combines && (C == 1 || threadIdx.x < 32)) part = warp_reduce<kWarps>(parts[threadIdx.x % kWarps], combine);
+    if (!known) {
+      const unsigned best = __reduce_max_sync(~0u, threadIdx.x % 32 < kWarps ? bests[threadIdx.x % 32] : 0);
+      part.best = best == ~0u ? CUDART_NAN_F : value_of(best);
+    }
+    // Where the sum is not the slice's alone, and is needed later.
+    if (C > 1 && sums_weights && threadIdx.x < 32) part.sum = sum_of_warps();
     if constexpr (C > 1) {
       // Each tells all what it has found, with the first few elements. Where all are few, nothing more
       // is sent.
       constexpr unsigned kFew = 32;
-      __shared__ uint4 heard[C];
       __shared__ u64 few[C][kFew];
       const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
       const unsigned size = Team<C>::size(), rank = Team<C>::rank();
       if (threadIdx.x == 0) mail(1).expect(size * (sizeof(uint4) + sizeof(few[0])));
       if (threadIdx.x < size) {
         const uint4 said = {__float_as_uint(part.best), __float_as_uint(part.sum), total, 0};
-        mail(1).send(&heard[rank], said, threadIdx.x);
+        mail(1).send(&heard()[rank], said, threadIdx.x);
       }
       static_assert(kWarps >= C, "a warp sends to each");
       if (warp < size) {
-        const u64 element = (u64)shared.slice.keys[lane] << 32 | shared.slice.positions[lane];
+        const u64 element = (u64)shared.slice.keys[lane] << 32 | ~shared.slice.positions[lane];
         mail(1).send(&few[rank][lane], element, warp);
       }
       mail(1).wait(rounds++);
-      const uint4 said = lane < size ? heard[lane] : uint4{__float_as_uint(-CUDART_INF_F), 0, 0, 0};
-      if (combines) {
-        part = warp_reduce<C>(Part{__uint_as_float(said.x), __uint_as_float(said.y)}, combine);
-        part.best = __shfl_sync(~0u, part.best, 0), part.sum = __shfl_sync(~0u, part.sum, 0);
-      }
-      if (known) part.best = row_best;
+      const uint4 said = lane < size ? heard()[lane] : uint4{__float_as_uint(-CUDART_INF_F), 0, 0, 0};
+      // The sum is combined where it is needed.
+      part.best = known ? row_best : __shfl_sync(~0u, warp_reduce<C>(__uint_as_float(said.x), [](float a, float b) {
+        return max_or_nan(a, b);
+      }), 0);
       total = __reduce_add_sync(~0u, said.z);
       if (__reduce_max_sync(~0u, said.z) <= kFew) {
-        const unsigned place = __reduce_add_sync(~0u, lane < warp ? said.z : 0);
+        const unsigned place = __reduce_add_sync(~0u, lane < warp ? said.z : 0) + lane;
+        on_top = total <= kTop;
         if (warp < size && lane < __shfl_sync(~0u, said.z, warp)) {
           const u64 element = few[warp][lane];
-          shared.gathered.keys[place + lane] = element >> 32;
-          shared.gathered.positions[place + lane] = (unsigned)element;
+          shared.gathered.keys[place] = element >> 32, shared.gathered.positions[place] = ~(unsigned)element;
+          if (on_top) shared.top.orders[place] = element;
         }
+        // The next one belongs to the comparisons by twos.
+        if (on_top && threadIdx.x == kThreads - 1 && total < kTop) shared.top.orders[total] = kNoOrder;
         __syncthreads();
       } else if (total <= kCandidates) {
         if (threadIdx.x == 0) mail(2).expect(total * 2 * sizeof(unsigned));
@@ -1206,7 +1358,6 @@ struct Kept {
     best_key = key_of(part.best), best_position = ~0u;
     numbers = gathered;
     if (numbers == 0 && best_key > kNegInfinityKey) numbers = 1;
-    return part;
   }
 
   // Counts what is above -inf, and finds the first of the greatest: for rows with few numbers, NaN or
@@ -1234,31 +1385,33 @@ struct Kept {
     has_nan = summary.flags, has_infinity = numbers > 0 && value_of(best_key) == CUDART_INF_F;
   }
 
-  // Part 2: the cut, where it lies among the best kTop. `passed` is the pass's result, its weights
-  // relative to `reference`. What takes no more than one warp, one warp does.
-  __device__ bool rank_top(int joint, const Part& passed, float reference) {
+  // Part 2: the cut, where it lies among the best kTop. The pass's weights are relative to `reference`. What takes no
+  // more than one warp, one warp does.
+  __device__ bool rank_top(int joint, float reference) {
     // Comparisons of half as many are a quarter, and they hold most sets of a top-p.
     unsigned room = C == 1 && limits.top_k == 0 ? kTop / 2 : kTop;
-    while (!rank_best(room, joint, passed, reference)) {
-      if (room == kTop) return false;
+    for (bool again = false; !rank_best(room, again, joint, reference); again = true) {
+      if (room == kTop || gathered <= kTop || outweighed(joint, reference)) return false;
       room = kTop;
-      __syncthreads();
     }
     return true;
   }
 
   // The same of the best `room` alone, where more than kTop are gathered.
-  __device__ __forceinline__ bool rank_best(unsigned room, int joint, const Part& passed, float reference) {
+  __device__ __forceinline__ bool rank_best(unsigned room, bool again, int joint, float reference) {
     Top& top = shared.top;
     __shared__ unsigned admitted, admitted_from;
     __shared__ Verdict verdict;
-    __shared__ Range whole;
+    __shared__ Rest rest;
     const bool whole_row = low <= kNegInfinityKey + 1;
     unsigned count = gathered, edge = low;
-    if (threadIdx.x == 0) top.slots = 0;
     if (count > kTop) {
-      if (threadIdx.x < kTopBins) top.bins[threadIdx.x] = 0;
-      __syncthreads();
+      if (again) {
+        __syncthreads();
+        if (threadIdx.x < kTopBins) top.bins[threadIdx.x] = 0;
+        if (threadIdx.x == 0) top.slots = 0;
+        __syncthreads();
+      }
       const unsigned range = best_key - low;
       const int shift = max(0, 24 - __clz(range | 1));
 #pragma unroll 1
@@ -1301,73 +1454,60 @@ struct Kept {
     if (limited && limits.top_k > count && !complete) return false;
     // The mass of what is gathered and not ranked, where it matters.
     const bool refers = sums(joint) && count < gathered;
-    double others = 0.0;
+    if (!on_top) {
+      double others = 0.0;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < gathered; i += kThreads) {
-      const unsigned key = shared.gathered.keys[i];
-      if (key < edge && !refers) continue;
-      const double mass = rounded(mass_of_few(softmax, value_of(key)));
-      if (key >= edge) {
-        const unsigned slot = count == gathered ? i : atomicAdd(&top.slots, 1u);
-        top.found[slot] = {(u64)key << 32 | ~shared.gathered.positions[i], mass};
-      } else {
-        others += mass;
+      for (int i = threadIdx.x; i < gathered; i += kThreads) {
+        const unsigned key = shared.gathered.keys[i];
+        if (key >= edge) {
+          const unsigned slot = count == gathered ? i : atomicAdd(&top.slots, 1u);
+          top.orders[slot] = (u64)key << 32 | ~shared.gathered.positions[i];
+        } else if (refers) {
+          others += Rounding<double>::round(weight_of_few(softmax, value_of(key)));
+        }
       }
+      // The next one belongs to the comparisons by twos.
+      if (threadIdx.x == kThreads - 1 && count < kTop) top.orders[count] = kNoOrder;
+      if (refers) {
+        others = warp_reduce(others, AddSums());
+        if (threadIdx.x % 32 == 0) top.others[threadIdx.x / 32] = others;
+      }
+      __syncthreads();
     }
-    if (refers) {
-      others = warp_reduce(others, AddSums());
-      if (threadIdx.x % 32 == 0) top.others[threadIdx.x / 32] = others;
-    }
-    __syncthreads();
+    ranked = count;
     count_step();
-    summed = !(limited && !(limits.top_p < 1.0f) && !(limits.min_p > 0.0f));
     const bool by_mass = limits.top_p < 1.0f && limits.top_k != 1, of_ranked = complete || (limited && !joint);
-    // What a top-p is a fraction of, if not of the ranked: by a warp that has the fewest comparisons to make.
-    if (by_mass && !of_ranked && threadIdx.x / 32 == kWarps - 1) {
-      const unsigned lane = threadIdx.x % 32;
-      double inside = refers && lane < kWarps ? top.others[lane] : 0.0;
-#pragma unroll
-      for (int i = 0; i < kTop / 32; i++) inside += lane + i * 32 < count ? top.found[lane + i * 32].mass : 0.0;
-      whole = bound(passed, reference, warp_reduce(inside, AddSums()));
+    // What a top-p is a fraction of, if not of the ranked, and their masses: by warps that have the fewest comparisons to
+    // make.
+    constexpr int kWeighs = kTop / 32, kBounds = kWarps - kWeighs - 1;
+    if (by_mass && !of_ranked && threadIdx.x / 32 == kBounds) {
+      const int lane = threadIdx.x % 32;
+      const double others = warp_reduce(refers && lane < kWarps ? top.others[lane] : 0.0, AddSums());
+      rest = bound(passed_sum(), reference);
+      rest.gathered = others;
     }
-    const Pairs pairs(count);
-    if (pairs.works) {
-      const bool exists = pairs.element < count, writes = exists && pairs.part == 0;
-      const Top::Member mine = top.found[exists ? pairs.element : 0];
-      unsigned rank = 0;
-      if (summed) {
-        double above = 0.0;
-        pairs.for_each(count, [&](unsigned other, bool is) {
-          const Top::Member its = top.found[other];
-          if (is && its.order > mine.order) rank++, above += its.mass;
-        });
-        rank = pairs.combine(rank), above = pairs.combine(above);
-        if (writes) top.above[rank] = above;
-      } else {
-        pairs.for_each(count, [&](unsigned other, bool is) { rank += is && top.found[other].order > mine.order; });
-        rank = pairs.combine(rank);
-      }
-      if (writes) top.ranked[rank] = mine;
+    if (threadIdx.x / 32 > kBounds && threadIdx.x % kTop < count) {
+      const unsigned element = threadIdx.x % kTop;
+      top.weights[element] = softmax.weight(value_of(top.orders[element] >> 32));
     }
+    rank_orders(top, count, by_id);
     __syncthreads();
-    if (!summed) {
+    if (!(limits.top_p < 1.0f) && !(limits.min_p > 0.0f) && limited) {
       members = min(limits.top_k, count);
     } else {
       const unsigned most = limited ? min(limits.top_k, count) : count;
-      if (threadIdx.x < 32) {
-        const double mass = of_ranked ? top.first(limited && !joint ? most : count) : 0.0;
-        decide(&verdict, count, most, limited || complete, by_mass, of_ranked ? Range{mass, mass, true} : whole);
-      }
+      const unsigned of = limited && !joint ? most : count;
+      if (threadIdx.x < 32) decide(&verdict, count, most, limited || complete, by_mass, of, of_ranked, rest);
       __syncthreads();
       if (verdict.wants_exact) {
         __shared__ Mass exact;
         Mass all = {0, 0};
         if (!of_ranked) all = mass_above(kNegInfinityKey);
         if (threadIdx.x == 0) exact = all;
-        make_exact(&top, count, softmax);
+        __syncthreads();
         if (threadIdx.x < 32) {
           bool closed = limited || complete;
-          unsigned kept = min(most, exact_ends(top, count, limited && !joint ? most : count, closed, &exact, limits.top_p));
+          unsigned kept = min(most, exact_ends(top, count, of, closed, &exact, limits.top_p));
           closed |= kept > 0;
           if (limits.min_p > 0.0f && kept > 1) cut_by_min_p(count, &kept, &closed);
           if (threadIdx.x == 0) verdict = {kept, closed && kept > 0, false};
@@ -1377,9 +1517,9 @@ struct Kept {
       if (!verdict.closed) return false;
       members = verdict.kept;
     }
-    const u64 last = top.ranked[members - 1].order;
+    const u64 last = top.ranked(members - 1);
     cut_key = last >> 32, cut_end = ~(unsigned)last + 1;
-    best_position = ~(unsigned)top.ranked[0].order;
+    best_position = ~(unsigned)top.ranked(0);
     return true;
   }
 
@@ -1389,45 +1529,61 @@ struct Kept {
     bool closed, wants_exact;
   };
 
-  // What a mass lies in, if anything is known of it.
-  struct Range {
-    double least, most;
+  // What the sum of the weights of what is not ranked lies in, if anything is known of it, besides what is gathered.
+  struct Rest {
+    double gathered, least, most;
     bool known;
   };
 
-  // By one warp: `most` may be kept of the ranked. Few instructions matter more than few at a time: their latencies
-  // add up.
+  // By one warp: `most` may be kept of the ranked. A top-p refers to the first `of` of the ranked, and unless they are
+  // all (`of_ranked`), to the rest, too.
   __device__ __forceinline__ void decide(Verdict* verdict, unsigned count, unsigned most, bool closed, bool by_mass,
-                                         const Range& whole) const {
-    const Top& top = shared.top;
-    unsigned kept = most;
-    bool wants_exact = false;
+                                         unsigned of, bool of_ranked, const Rest& rest) const {
+    Verdict its = {most, closed, false};
     if (by_mass) {
-      if (whole.known) {
-        const double target = limits.top_p * whole.most * (1.0 + kRounding);
-        const double least = limits.top_p * whole.least * (1.0 - kRounding);
-        // How many of the ranked begin before it.
-        unsigned ends = 0;
-#pragma unroll
-        for (int i = 0; i < kTop / 32; i++) {
-          const unsigned at = threadIdx.x % 32 + i * 32;
-          const double above = top.above[at];
-          if (at < count) ends += (above < target) + ((above < least) << 16);
-        }
-        ends = __reduce_add_sync(~0u, ends);
-        if (!closed && top.first(count) < target) {
-          // Beyond the edge, or so close to it that only the exact sum tells.
-          kept = 0;
-        } else {
-          wants_exact = min(kept, ends >> 16) != min(kept, ends & 0xffff);
-          kept = min(kept, ends & 0xffff), closed = true;
-        }
-      } else {
-        wants_exact = true;
-      }
+      its = ends_of_nucleus<float>(shared.top, of, most, closed, limits.top_p, of_ranked, rest);
+      if (its.wants_exact) its = better_ends_of_nucleus(shared.top, of, most, closed, limits.top_p, of_ranked, rest);
     }
-    if (limits.min_p > 0.0f && kept > 1 && !wants_exact) cut_by_min_p(count, &kept, &closed);
-    if (threadIdx.x == 0) *verdict = {kept, closed && kept > 0, wants_exact};
+    if (limits.min_p > 0.0f && its.kept > 1 && !its.wants_exact) cut_by_min_p(count, &its.kept, &its.closed);
+    if (threadIdx.x == 0) *verdict = {its.kept, its.closed && its.kept > 0, its.wants_exact};
+  }
+
+  // Few instructions matter more than few at a time: their latencies add up.
+  template <class N>
+  static __device__ __forceinline__ Verdict ends_of_nucleus(const Top& top, unsigned of, unsigned most, bool closed,
+                                                            float top_p, bool of_ranked, const Rest& rest) {
+    constexpr N kMost = Rounding<N>::kMost;
+    if (!of_ranked && !rest.known) return {most, closed, true};
+    const unsigned first = threadIdx.x % 32 * kTopEach;
+    const uchar4 four = reinterpret_cast<const uchar4*>(top.by_rank)[threadIdx.x % 32];
+    const unsigned elements[kTopEach] = {four.x, four.y, four.z, four.w};
+    N weights[kTopEach], sum = 0, total;
+#pragma unroll
+    for (int i = 0; i < kTopEach; i++) {
+      weights[i] = first + i < of ? Rounding<N>::round(top.weights[elements[i]]) : N(0), sum += weights[i];
+    }
+    N above = exclusive_sum(sum, &total), whole = total, least_whole = total;
+    if (!of_ranked) {
+      const N inside = total + (N)rest.gathered;
+      whole = inside + (N)rest.most, least_whole = inside + (N)rest.least;
+    }
+    const N target = top_p * whole * (N(1) + kMost), least = top_p * least_whole * (N(1) - kMost);
+    // How many of the ranked begin before it.
+    unsigned ends = 0;
+#pragma unroll
+    for (int i = 0; i < kTopEach; i++) {
+      if (first + i < of) ends += (above < target) + ((above < least) << 16);
+      above += weights[i];
+    }
+    ends = __reduce_add_sync(~0u, ends);
+    // Beyond the edge, or so close to it that only the exact sum tells.
+    if (!closed && total < target) return {0, false, false};
+    const unsigned kept = min(most, ends & 0xffff);
+    return {kept, true, kept != min(most, ends >> 16)};
+  }
+  static __device__ __noinline__ Verdict better_ends_of_nucleus(const Top& top, unsigned of, unsigned most, bool closed,
+                                                                float top_p, bool of_ranked, const Rest& rest) {
+    return ends_of_nucleus<double>(top, of, most, closed, top_p, of_ranked, rest);
   }
 
   // By one warp.
@@ -1442,29 +1598,29 @@ struct Kept {
     unsigned ends = 0;
 #pragma unroll 1
     for (unsigned at = threadIdx.x % 32; at < count; at += 32) {
-      ends += (double)softmax.exponent(value_of(top.ranked[at].order >> 32)) >= bound;
+      ends += (double)softmax.exponent(value_of(top.ranked(at) >> 32)) >= bound;
     }
     return __reduce_add_sync(~0u, ends);
   }
 
   // How many of the ranked begin before the nucleus ends, by exact sums: of `all`, or where that is 0 of the first
-  // `of`. None where the ranked are less than it, and are not all. By one warp, after make_exact.
+  // `of`. None where the ranked are less than it, and are not all. By one warp.
   static __device__ __noinline__ unsigned exact_ends(const Top& top, unsigned count, unsigned of, bool closed,
                                                      const Mass* all, float top_p) {
     Mass sum = {0, 0}, whole = *all;
     if ((whole.low | whole.high) == 0) {
 #pragma unroll 1
-      for (unsigned i = 0; i < of; i++) whole = whole + Mass{top.found[i].order, 0};
+      for (unsigned i = 0; i < of; i++) whole = whole + Mass{top.mass(top.by_rank[i]), 0};
     }
     const Mass target = nucleus(top_p, whole);
     unsigned ends = 0;
 #pragma unroll 1
-    for (; ends < count && sum < target; ends++) sum = sum + Mass{top.found[ends].order, 0};
+    for (; ends < count && sum < target; ends++) sum = sum + Mass{top.mass(top.by_rank[ends]), 0};
     return closed || !(sum < target) ? ends : 0;
   }
 
-  // What the exact sum of weights lies in: what is gathered, and the rest from the pass's f32 sum relative to the
-  // reference. Not known where there is no bound.
+  // What the exact sum of the weights that are not gathered lies in: from the pass's f32 sum relative to the reference.
+  // Not known where there is no bound.
   //
   // The pass's weights are 2^(x scale - origin) with one rounding of the exponent, whatever the product
   // that the origin is rounded from: it is the same number here. A thread's sum that has another origin is brought
@@ -1475,12 +1631,13 @@ struct Kept {
   // exponents come to at most the sum times log2(size / sum): the entropy of `size` equal ones. A
   // weight is off by 4 in the one sum and in the other, and a carried sum, with those that it is of and the
   // tree that joins the threads', by 30; how far the origin is below the maximum adds 6 times that, and 8. The sum of a
-  // thread may have an origin of its own, not below any of its logits: exponents that add up are off by what their sum
-  // is, and the second factor by 6. The rest is slack. Besides, each exact weight is rounded down to a unit.
-  __device__ __forceinline__ Range bound(const Part& passed, float reference, double inside) const {
-    const Range unknown = {0.0, 0.0, false};
-    const float max = value_of(best_key), sum = passed.sum;
-    const float origin = reference * scale(), octaves = __fmaf_rn(max, scale(), -origin);
+  // thread may have an origin of its own, not below any of its logits, and be brought to greater ones on the way, once for
+  // each four vectors of a slice on chip: exponents that add up are off by what their sum is, and each such factor and
+  // product by 6. The rest is slack. Besides, each exact weight is rounded down to a unit.
+  __device__ __forceinline__ Rest bound(float sum, float reference) const {
+    const Rest unknown = {0.0, 0.0, 0.0, false};
+    const float max = value_of(best_key);
+    const float origin = reference * scale, octaves = __fmaf_rn(max, scale, -origin);
     const float beyond = fmaxf(octaves * 0.6931472f, 0.0f);
     // At lower temperatures the pass's scale overflows: its weights are 0 where the exact ones are not.
     if (!(limits.temperature >= 1e-38f)) return unknown;
@@ -1491,10 +1648,9 @@ struct Kept {
     constexpr float kUnit = 1.0f / (1 << 24), kLn2 = 0.6931472f;
     // The quotient of the two overflows where the sum is a few of the least weights there are.
     const float tilt = sum > 0.0f ? (__log2f((float)row.size) - __log2f(sum) + 1.0f) * kLn2 : 0.0f;
-    const float error = kUnit * (6.0f * tilt + 8.0f * beyond + 76.0f);
-    const double rest = sum * exp2_approx(-octaves) * 0x1p62;
-    const double least = inside * (1.0 - kRounding) + fmax(rest * (1.0f - error) - row.size, 0.0);
-    return {least, inside * (1.0 + kRounding) + rest * (1.0f + error), true};
+    const float error = kUnit * (6.0f * tilt + 8.0f * beyond + 136.0f);
+    const double rest = sum * exp2_approx(-octaves);
+    return {0.0, fmax(rest * (1.0f - error) - row.size * 0x1p-62, 0.0), rest * (1.0f + error), true};
   }
 
   // Makes what the members have pushed, all elements with keys in [from, to], common to all;
@@ -1682,9 +1838,9 @@ struct Kept {
     return block_sum<Weight>(sum);
   }
 
-  // Cuts to the nucleus. Before, `ties` elements at the cut's key are kept, or it is exclusive. Where a pass has summed
-  // the weights that the nucleus is a part of, `passed` is its result, relative to `reference`.
-  __device__ void top_p(int joint, unsigned* ties, const Part& passed, float reference) {
+  // Cuts to the nucleus. Before, `ties` elements at the cut's key are kept, or it is exclusive. What a pass has
+  // summed is relative to `reference`.
+  __device__ void top_p(int joint, unsigned* ties, float reference) {
     const bool limited = *ties > 0, of_kept = limited && !joint;
     const bool on_chip = gathered && high == ~0u && (!limited || cut_key + 1 >= low);
     if (kBrackets && !on_chip) {
@@ -1695,17 +1851,16 @@ struct Kept {
     const Mass above = limited ? mass_above(cut_key) : Mass{0, 0};
     Mass least, most;
     bool exact = true;
-    if (kBrackets && !of_kept && low > kNegInfinityKey + 1) {
+    if (kBrackets && sums(joint) && !of_kept && low > kNegInfinityKey + 1) {
       // The f32 sum may do.
       const Mass inside = mass_above(low - 1);
-      const double sum = as_double(inside);
-      const Range whole = bound(passed, reference, sum);
-      if (whole.known) {
-        least = nucleus(limits.top_p, mass_of(whole.least));
-        most = nucleus(limits.top_p, mass_of(whole.most) + Mass{1, 0});
+      const Rest rest = bound(passed_sum(), reference);
+      if (rest.known) {
+        least = nucleus(limits.top_p, inside + mass_of(rest.least * 0x1p62));
+        most = nucleus(limits.top_p, inside + mass_of(rest.most * 0x1p62) + Mass{1, 0});
         if (!limited && inside < least) {
-          const double rest = 0.5 * (whole.least + whole.most) - sum;
-          cut_by_mass(joint, ties, (float)((limits.top_p * (rest + sum) - sum) / rest), value_of(low));
+          const double outside = 0.5 * (rest.least + rest.most), own = as_double(inside) * 0x1p-62;
+          cut_by_mass(joint, ties, (float)((limits.top_p * (outside + own) - own) / outside), value_of(low));
           return;
         }
         exact = false;
@@ -1750,7 +1905,7 @@ struct Kept {
     const float floor = of_kept ? value_of(cut_key) : -CUDART_INF_F;
     if (C > 1 && limited) Team<C>::sync();  // Others may still read what has been counted.
     forget();
-    const Bracket bracket = bracket_of(row, &shared.histogram, share, scale(), floor, ceiling);
+    const Bracket bracket = bracket_of(row, &shared.histogram, share, scale, floor, ceiling);
     const Sums<Weight> sums = measure_bracket<Weight>(bracket, floor);
     const Mass whole = of_kept ? sums.whole + times(each, *ties) : sums.whole;
     const Mass target = nucleus(limits.top_p, whole);

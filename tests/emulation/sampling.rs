@@ -398,8 +398,12 @@ fn members_decide_alike() -> Result<()> {
     let mut emulated = CLUSTER.start()?;
     let rng = &mut rng(7);
     for i in 0..24 {
-        // Where a doubt of 2^-44 begins, and one of 2^-27.
-        let (at, spread) = [(1i64 << 20, 1i64 << 12), (1 << 36, 1 << 23)][i % 2];
+        // Where a doubt of 2^-44 begins, one of 2^-27, and one of 2^-19.
+        let (at, spread) = [
+            (1i64 << 20, 1i64 << 12),
+            (1 << 36, 1 << 23),
+            (1 << 44, 1 << 41),
+        ][i % 3];
         let short = at + rng.random_range(-spread..spread);
         let mut kept = vec![0f32];
         kept.extend((0..105).map(|_| rng.random_range(-36.3f32..-35.6)));

@@ -39,6 +39,9 @@ struct alignas(8) uint2 {
 struct alignas(16) ulonglong2 {
   unsigned long long x, y;
 };
+struct alignas(4) uchar4 {
+  unsigned char x, y, z, w;
+};
 struct alignas(8) ushort4 {
   unsigned short x, y, z, w;
 };

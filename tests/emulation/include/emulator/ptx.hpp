@@ -28,4 +28,8 @@ inline void add_below(float* sum, float weight, float x, float threshold) {
   if (x < threshold) *sum += weight;
 }
 template <class V>
+unsigned all_if_above(V a, V b) {
+  return a > b ? ~0u : 0;
+}
+template <class V>
 void forget_value(V&) {}
