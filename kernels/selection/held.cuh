@@ -13,19 +13,26 @@
 // Parts of a row: as many vectors of each thread as a tile has.
 constexpr int kParts = 8;
 constexpr int kPart = kDepth * kThreads;
+// Scores of a row, as whole vectors of all threads, at most: `NUMBERED` in src/selection/plan.rs.
+constexpr int kNumbered = 1 << 16;
 
 template <class T>
 struct HeldRow {
   static constexpr int kWidth = Vector<T>::kWidth;
   // Which of a thread's scores of a part reach the cutoff.
   typedef std::conditional_t<Hits<T>::kTiles == 2, unsigned short, unsigned> Word;
-  // The others would have no room.
-  static constexpr int kMost = kBins * sizeof(unsigned) / (kThreads * sizeof(Word));
+  static_assert(kNumbered / (kPart * kWidth) * kThreads * sizeof(Word) <= kBins * sizeof(unsigned), "in place of a histogram");
+  static_assert(kNumbered <= kParts * kPart * kWidth, "a barrier for each");
 
   const Request& request;
   const Span<T> span;
   const int parts;
+  // The part that is read first: rows that lie some power of two apart, and are read in step, would all want the same of
+  // memory's channels.
+  const int begins;
   Mail* const arrived;  // of each part
+
+  __device__ __forceinline__ int turned(int i) const { return i + begins - (i + begins >= parts ? parts : 0); }
 
   // In the place of the order of the selected.
   __device__ __forceinline__ uint4* held() const { return reinterpret_cast<uint4*>(List{request.capacity}.at()); }
@@ -42,7 +49,7 @@ struct HeldRow {
   }
   // The first part: the sample would come late behind more.
   __device__ __forceinline__ void send_first(const Span<T>& of) const {
-    if (threadIdx.x == 0) send(of, 0);
+    if (threadIdx.x == 0) send(of, begins);
   }
   // The others, as soon as some of the sample is there.
   __device__ __forceinline__ void send_others(const Span<T>& of, const Vector<T>& sampled) const {
@@ -51,7 +58,7 @@ struct HeldRow {
     memcpy(&word, &sampled, sizeof(word));
     forget_value(word);
 #pragma unroll 1
-    for (int part = 1; part < parts; part++) send(of, part);
+    for (int i = 1; i < parts; i++) send(of, turned(i));
   }
   // Until all that was sent for is there.
   __device__ __forceinline__ void await_all() const {
@@ -86,7 +93,8 @@ struct HeldRow {
     const T below = below_of<T>(cut);
     unsigned mine = 0;
 #pragma unroll 1
-    for (int part = 0; part < parts; part++) {
+    for (int i = 0; i < parts; i++) {
+      const int part = turned(i);
       arrived[part].wait(0);
       Vector<T> v[kDepth];
       recall(part, loaded, v);
@@ -98,6 +106,16 @@ struct HeldRow {
     return mine;
   }
 
+  // Where the score of a bit is, from this thread's first one of a part on.
+  static __device__ __forceinline__ int offset_of(int bit) {
+    if constexpr (sizeof(T) == 4) {
+      // Of bit 31 - i vector i / 4, element i % 4.
+      constexpr int kApart = kThreads * kWidth;
+      return 7 * kApart + 3 - (bit + bit / 4 * (kApart - 4));
+    }
+    const int i = Hits<T>::number_of(bit);
+    return i / kWidth * kThreads * kWidth + i % kWidth;
+  }
   // The numbers of those, from number `at` on.
   __device__ __forceinline__ void number(unsigned at) const {
     unsigned short* to = numbers() + at;
@@ -110,8 +128,7 @@ struct HeldRow {
         // The highest: to find the lowest takes another slow instruction.
         const int bit = log_of(word);
         word ^= 1u << bit;
-        const int i = Hits<T>::number_of(bit);
-        *to++ = (part * kPart + i / kWidth * kThreads + (int)threadIdx.x) * kWidth + i % kWidth;
+        *to++ = (part * kPart + (int)threadIdx.x) * kWidth + offset_of(bit);
       }
     }
   }
@@ -167,12 +184,13 @@ __device__ void select_held(const Request& request) {
 #pragma unroll 1
     for (int part = 0; part < parts; part++) arrived[part].open();
   }
-  if (early) HeldRow<T>{request, full, parts, arrived}.send_first(full);
+  const int begins = (int)row & ((1 << log_of(parts)) - 1);
+  if (early) HeldRow<T>{request, full, parts, begins, arrived}.send_first(full);
   begin();
   const int start = Bound::inside(raw_start, request.width), end = Bound::inside(raw_end, request.width);
   const Selector<T> selector(request, row, start, end, 1);
   const Span<T> span(data, start, max(end - start, 0)), loaded = early ? full : span;
-  const HeldRow<T> held = {request, span, parts, arrived};
+  const HeldRow<T> held = {request, span, parts, begins, arrived};
   if (!early) held.send_first(span);
   const bool trivial = is_trivial(request, selector.scores.length);
   if (trivial || selector.fits()) {
@@ -203,7 +221,9 @@ __device__ void select_held(const Request& request) {
   __syncthreads();
   if (threadIdx.x == 0) state().counters.admitted = n;
   selector.put_route(kPrimary);
-  if (n <= kEach * kThreads) held.template finish<kEach>(selector, n, proposal.leading);
+  // As many as K = 2048 has of a sample of one score in 16.
+  constexpr int kFew = 6;
+  if (n <= kFew * kThreads) held.template finish<kFew>(selector, n, proposal.leading);
   else held.template finish<2 * kEach>(selector, n, proposal.leading);
   selector.put_rest(request.k);
 }

@@ -1313,7 +1313,8 @@ struct Selector {
     }
     __syncthreads();
     if (ordered) {
-      rank_few(state().ranked, found.count, found.above, [](unsigned at, u64 rank) { own_list()[at] = rank; });
+      rank_few(state().ranked, found.count, found.above, kThreads,
+               [](unsigned at, u64 rank) { own_list()[at] = rank; });
       __syncthreads();
       apart().put_sorted(own_list(), k());
       return true;
@@ -1345,10 +1346,12 @@ struct Selector {
 #pragma unroll 1
     for (unsigned i = fours * 4 + own; i < n; i += kThreads - first) to[i] = staged()[i];
   }
-  // The first n of them, and after these the best of m that all pairs say: each by one half of the warps.
+  // The first n of them, and after these the best of m that all pairs say: each by warps of its own.
   __device__ __forceinline__ void put_staged_and_ranked(unsigned n, const u64* ranked, int m) const {
-    put_staged(request.positions, n, kThreads / 2);
-    if (threadIdx.x < kThreads / 2) put_ranked<kThreads / 2>(ranked, m, n);
+    // A round takes the longer; the rest is enough for the others.
+    const int ranks = min((m + 3) / 4, kWarps * 3 / 4) * 32;
+    put_staged(request.positions, n, ranks);
+    if ((int)threadIdx.x < ranks) put_ranked(ranked, m, n, ranks);
   }
 
   // Where this thread's so many go, after those of lanes before it and of warps that came before.
@@ -1360,16 +1363,15 @@ struct Selector {
   }
 
   // Of up to kRanked candidates the best that there is room for after the first `above`: each is compared with
-  // all, by eight of the first kOf threads.
-  template <int kOf = kThreads>
-  __device__ __forceinline__ void put_ranked(const u64* ranked, int m, unsigned above) const {
-    rank_few<kOf>(ranked, m, above, [&](unsigned at, u64 rank) { put(at, rank); });
+  // all, by eight of the first `threads` threads.
+  __device__ __forceinline__ void put_ranked(const u64* ranked, int m, unsigned above, int threads = kThreads) const {
+    rank_few(ranked, m, above, threads, [&](unsigned at, u64 rank) { put(at, rank); });
   }
   // The same, to f(where, which).
-  template <int kOf = kThreads, class F>
-  __device__ __forceinline__ void rank_few(const u64* ranked, int m, unsigned above, F f) const {
+  template <class F>
+  __device__ __forceinline__ void rank_few(const u64* ranked, int m, unsigned above, int threads, F f) const {
 #pragma unroll 1
-    for (int base = threadIdx.x / 32 * 4; base < m; base += kOf / 8) {
+    for (int base = threadIdx.x / 32 * 4; base < m; base += threads / 8) {
       const int i = base + (int)threadIdx.x % 32 / 8;
       const u64 mine = ranked[min(i, m - 1)];
       unsigned better = 0;

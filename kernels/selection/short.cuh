@@ -130,7 +130,7 @@ __device__ void select_short(const Request& request) {
   if (threadIdx.x == 0) request.counts[row] = k;
   if (ordered) {
     if (few > kRanked) return selector.apart().finish_any(own_list(), n + few, k);
-    selector.rank_few(state().ranked, few, n, [](unsigned at, u64 rank) { own_list()[at] = rank; });
+    selector.rank_few(state().ranked, few, n, kThreads, [](unsigned at, u64 rank) { own_list()[at] = rank; });
     __syncthreads();
     return selector.apart().put_sorted(own_list(), k);
   }
