@@ -19,7 +19,8 @@
 //     by the same integers, without a word to the row.
 //
 // A row that its block has in registers as a whole (short.cuh), or its cluster in shared memory (exact.cuh), needs
-// neither sample nor list: the exact histogram of its coarse keys says what is selected, but for the bin of the K-th.
+// neither sample nor list: the exact histogram of its coarse keys says what is selected, but for the bin of the K-th. One
+// that a block by itself has in shared memory (held.cuh) is sampled, as counting all of it would take longer.
 //
 // What the paper leaves to spill buffers of a row's size, this does not need:
 //
@@ -49,6 +50,7 @@
 //     look for lanes of one bin); the output written side by side   94       12.6        7.9
 //   the request and the selector out of local memory; queues        91       11.6        7.5
 //   rows held by a cluster; short ones with fewer instructions      91       10.4        7.0
+//   bins found by sums of all lanes, not first by warps              88          -          -
 //
 // Of rows by a block alone (128 x 128K, us): a queue of vectors 32.1; with four or eight vectors of a thread more on their
 // way to shared memory 30.4 and 32.3, as what puts them there and takes them away costs instructions; a queue of positions
@@ -1339,7 +1341,7 @@ struct Selector {
     if (threadIdx.x < first) return;
     unsigned* const to = output + row * k();
     const unsigned fours = (size_t)to % sizeof(uint4) == 0 ? n / 4 : 0, own = threadIdx.x - first;
-#pragma unroll 1
+#pragma unroll 4
     for (unsigned i = own; i < fours; i += kThreads - first) {
       reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(staged())[i];
     }
@@ -1348,8 +1350,8 @@ struct Selector {
   }
   // The first n of them, and after these the best of m that all pairs say: each by warps of its own.
   __device__ __forceinline__ void put_staged_and_ranked(unsigned n, const u64* ranked, int m) const {
-    // A round takes the longer; the rest is enough for the others.
-    const int ranks = min((m + 3) / 4, kWarps * 3 / 4) * 32;
+    // Ranking is what takes long, however few they are.
+    const int ranks = min((m + 3) / 4, kWarps - 2) * 32;
     put_staged(request.positions, n, ranks);
     if ((int)threadIdx.x < ranks) put_ranked(ranked, m, n, ranks);
   }
