@@ -42,9 +42,10 @@ fn forced(mapping: Mapping) -> Overrides {
     }
 }
 
-const MAPPINGS: [Mapping; 14] = [
+const MAPPINGS: [Mapping; 15] = [
     Mapping::Block,
     Mapping::RowLocal,
+    Mapping::Held,
     Mapping::Split(2),
     Mapping::Split(4),
     Mapping::Split(8),
@@ -65,7 +66,8 @@ fn laws() -> Result<()> {
     let (device, _guard) = gpu()?;
     for n in [9, 5000, 16_384, 40_001] {
         // One block holds no longer ones.
-        let fits = |mapping: &Mapping| *mapping != Mapping::Exact(1) || n <= 16_384;
+        let alone = [Mapping::Exact(1), Mapping::Held];
+        let fits = |mapping: &Mapping| !alone.contains(mapping) || n <= 16_384;
         for mapping in MAPPINGS.into_iter().filter(fits) {
             cases::laws::<f32>(n, &[7, 2048], forced(mapping), &device)?;
         }
@@ -73,6 +75,7 @@ fn laws() -> Result<()> {
     }
     for mapping in [
         Mapping::Block,
+        Mapping::Held,
         Mapping::Split(4),
         Mapping::Cluster(8),
         Mapping::Exact(4),
@@ -188,6 +191,7 @@ fn ablations() -> Result<()> {
             for mapping in [
                 Mapping::Block,
                 Mapping::RowLocal,
+                Mapping::Held,
                 Mapping::Split(2),
                 Mapping::Cluster(4),
             ] {
@@ -458,6 +462,7 @@ fn beyond_31_bits() -> Result<()> {
     let scores = all.reshape((m, pitch))?.narrow(1, 0, n)?;
     for mapping in [
         Mapping::Block,
+        Mapping::Held,
         Mapping::Split(4),
         Mapping::Cluster(4),
         Mapping::Exact(4),
@@ -492,6 +497,7 @@ fn graph_replays() -> Result<()> {
         (Mapping::Short, 8191, 300),
         (Mapping::Block, 9000, 1000),
         (Mapping::RowLocal, 9000, 300),
+        (Mapping::Held, 30_001, 300),
         (Mapping::Split(4), 9000, 1000),
         (Mapping::Cluster(4), 9000, 1000),
         (Mapping::Cluster(16), 70_001, 50),
@@ -667,7 +673,7 @@ fn two_streams_at_once() -> Result<()> {
             let mapping = [
                 Mapping::Split(8),
                 Mapping::Cluster(8),
-                Mapping::Block,
+                [Mapping::Block, Mapping::Held][round / 16 % 2],
                 Mapping::Exact(8),
             ][round / 4 % 4];
             let top = TopK::new(512)?.with_overrides(forced(mapping));
@@ -777,6 +783,7 @@ sanitize! {
     sanitize_short: Mapping::Short;
     sanitize_block: Mapping::Block;
     sanitize_row_local: Mapping::RowLocal;
+    sanitize_held: Mapping::Held;
     sanitize_split: Mapping::Split(4);
     sanitize_cluster: Mapping::Cluster(4);
     sanitize_exact: Mapping::Exact(4);

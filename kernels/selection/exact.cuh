@@ -194,11 +194,15 @@ struct ExactSelector {
           const unsigned short* counts = reinterpret_cast<const unsigned short*>(meeting.parts + (from + lane) * 32);
           over = bin ? counts[bin - 1] : top, inside = counts[bin] - over;
         }
-        const unsigned overs = inclusive_sum(over), insides = inclusive_sum(inside);
-        const unsigned all_over = __shfl_sync(~0u, overs, 31), all_inside = __shfl_sync(~0u, insides, 31);
+        // Both at once: fewer than K lie above, and of the others it is enough that they are too many for any list.
+        constexpr int kBits = 13;
+        static_assert(kSlack < 1 << kBits && kMembers << 15 <= 1u << (32 - kBits), "in a word");
+        const unsigned both = min(inside, 0x7fffu) << kBits | over, through = inclusive_sum(both);
+        const unsigned all = __shfl_sync(~0u, through, 31), before = through - both;
         if (lane < blocks) {
+          constexpr unsigned kOver = (1 << kBits) - 1;
           const unsigned place = reached ? part * 128 + bin : kLastPlace;
-          const uint4 verdict = {place | rank << 16, all_over | (overs - over) << 16, all_inside, insides - inside};
+          const uint4 verdict = {place | rank << 16, (all & kOver) | (before & kOver) << 16, all >> kBits, before >> kBits};
           meeting.found.send(&meeting.verdict, verdict, lane);
         }
       }

@@ -19,7 +19,8 @@
 //     by the same integers, without a word to the row.
 //
 // A row that its block has in registers as a whole (short.cuh), or its cluster in shared memory (exact.cuh), needs
-// neither sample nor list: the exact histogram of its coarse keys says what is selected, but for the bin of the K-th.
+// neither sample nor list: the exact histogram of its coarse keys says what is selected, but for the bin of the K-th. One
+// that a block by itself has in shared memory (held.cuh) is sampled, as counting all of it would take longer.
 //
 // What the paper leaves to spill buffers of a row's size, this does not need:
 //
@@ -49,6 +50,7 @@
 //     look for lanes of one bin); the output written side by side   94       12.6        7.9
 //   the request and the selector out of local memory; queues        91       11.6        7.5
 //   rows held by a cluster; short ones with fewer instructions      91       10.4        7.0
+//   bins found by sums of all lanes, not first by warps              88          -          -
 //
 // Of rows by a block alone (128 x 128K, us): a queue of vectors 32.1; with four or eight vectors of a thread more on their
 // way to shared memory 30.4 and 32.3, as what puts them there and takes them away costs instructions; a queue of positions
@@ -304,41 +306,26 @@ struct FromTop {
     own[0] = four.w, own[1] = four.z, own[2] = four.y, own[3] = four.x;
     sum = four.x + four.y + four.z + four.w;
   }
-  // All threads call, and a barrier follows.
-  __device__ __forceinline__ unsigned tell_others() const {
-    const unsigned of_warp = __reduce_add_sync(~0u, sum);
-    if (threadIdx.x % 32 == 0) state().parts[threadIdx.x / 32] = of_warp;
-    return of_warp;
-  }
-  // The counts above this warp's bins.
-  static __device__ __forceinline__ unsigned before_warp() {
-    return __reduce_add_sync(~0u, threadIdx.x % 32 < threadIdx.x / 32 ? state().parts[threadIdx.x % 32] : 0);
-  }
 };
 
 // The bin of a histogram, 0 or 1, in which the counts from the top reach `need`, and, unless it is 0, `deeper`.
-// A bin of ~0 where they don't. With a barrier at the end.
+// A bin of ~0 where they don't. With a barrier at the end. By sums of all lanes: where warps first say how much they have, and
+// the one that has it looks closer, it takes 1,900 cycles, and 600 this way.
 __device__ __noinline__ void find_bins(int which, unsigned need, unsigned deeper) {
   if (threadIdx.x < 2) state().found[threadIdx.x] = Found{~0u, 0, 0};
   const FromTop mine(histogram() + which * kBins);
-  const unsigned of_warp = mine.tell_others();
-  __syncthreads();
-  const unsigned before = FromTop::before_warp();
-#pragma unroll 1
+  const unsigned before = sum_before(mine.sum);
+#pragma unroll
   for (int n = 0; n < 2; n++) {
     const unsigned reach = (n ? deeper : need) - before;
-    // One warp has it, and only that one looks closer: what every warp does costs the time of all.
-    if (reach - 1 < of_warp) {
-      unsigned above = inclusive_sum(mine.sum) - mine.sum;
-      if (reach - above - 1 < mine.sum) {
+    // One thread has it.
+    if (reach - 1 < mine.sum) {
+      unsigned above = 0, bin = mine.top, count = mine.own[0];
 #pragma unroll
-        for (int i = 0; i < FromTop::kOwn; i++) {
-          if (reach - above - 1 < mine.own[i]) {
-            state().found[n] = Found{(unsigned)(mine.top - i), before + above, mine.own[i]};
-          }
-          above += mine.own[i];
-        }
+      for (int i = 1; i < FromTop::kOwn; i++) {
+        if (reach > above + count) above += count, bin = mine.top - i, count = mine.own[i];
       }
+      state().found[n] = Found{bin, before + above, count};
     }
   }
   __syncthreads();
@@ -1328,30 +1315,45 @@ struct Selector {
     }
     __syncthreads();
     if (ordered) {
-      rank_few(state().ranked, found.count, 0, found.count, found.above, [](unsigned at, u64 rank) { own_list()[at] = rank; });
+      rank_few(state().ranked, found.count, found.above, kThreads,
+               [](unsigned at, u64 rank) { own_list()[at] = rank; });
       __syncthreads();
       apart().put_sorted(own_list(), k());
       return true;
     }
-    put_staged(request.positions, found.above);
+    put_staged_and_ranked(found.above, state().ranked, found.count);
     if (request.values) {
       __syncthreads();
       each([](unsigned at, u64 rank) { staged()[at] = __float_as_uint(value_of(key_in(rank))); });
       __syncthreads();
       put_staged(reinterpret_cast<unsigned*>(request.values), found.above);
     }
-    put_ranked(state().ranked, found.count, found.above);
     return true;
   }
 
   // Where the selected meet, in place of histograms that have been read, to be written side by side: as they
   // come each would be a word to memory of its own.
   static __device__ __forceinline__ unsigned* staged() { return histogram(); }
-  // The first n of them, to a row of the output.
-  __device__ __forceinline__ void put_staged(unsigned* output, unsigned n) const {
+  // The first n of them, to a row of the output, by the threads from `first` on: four at a time, as what a warp does costs
+  // the time of all.
+  __device__ __forceinline__ void put_staged(unsigned* output, unsigned n, unsigned first = 0) const {
     static_assert(2 * kBins >= kSlack, "K of them");
+    if (threadIdx.x < first) return;
+    unsigned* const to = output + row * k();
+    const unsigned fours = (size_t)to % sizeof(uint4) == 0 ? n / 4 : 0, own = threadIdx.x - first;
+#pragma unroll 4
+    for (unsigned i = own; i < fours; i += kThreads - first) {
+      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(staged())[i];
+    }
 #pragma unroll 1
-    for (unsigned i = threadIdx.x; i < n; i += kThreads) output[row * k() + i] = staged()[i];
+    for (unsigned i = fours * 4 + own; i < n; i += kThreads - first) to[i] = staged()[i];
+  }
+  // The first n of them, and after these the best of m that all pairs say: each by warps of its own.
+  __device__ __forceinline__ void put_staged_and_ranked(unsigned n, const u64* ranked, int m) const {
+    // Ranking is what takes long, however few they are.
+    const int ranks = min((m + 3) / 4, kWarps - 2) * 32;
+    put_staged(request.positions, n, ranks);
+    if ((int)threadIdx.x < ranks) put_ranked(ranked, m, n, ranks);
   }
 
   // Where this thread's so many go, after those of lanes before it and of warps that came before.
@@ -1363,22 +1365,22 @@ struct Selector {
   }
 
   // Of up to kRanked candidates the best that there is room for after the first `above`: each is compared with
-  // all, by eight threads.
-  __device__ __forceinline__ void put_ranked(const u64* ranked, int m, unsigned above) const {
-    rank_few(ranked, m, 0, m, above, [&](unsigned at, u64 rank) { put(at, rank); });
+  // all, by eight of the first `threads` threads.
+  __device__ __forceinline__ void put_ranked(const u64* ranked, int m, unsigned above, int threads = kThreads) const {
+    rank_few(ranked, m, above, threads, [&](unsigned at, u64 rank) { put(at, rank); });
   }
-  // The same of the `own` from number `from` on, to f(where, which).
+  // The same, to f(where, which).
   template <class F>
-  __device__ __forceinline__ void rank_few(const u64* ranked, int m, int from, int own, unsigned above, F f) const {
+  __device__ __forceinline__ void rank_few(const u64* ranked, int m, unsigned above, int threads, F f) const {
 #pragma unroll 1
-    for (int base = threadIdx.x / 32 * 4; base < own; base += kThreads / 8) {
+    for (int base = threadIdx.x / 32 * 4; base < m; base += threads / 8) {
       const int i = base + (int)threadIdx.x % 32 / 8;
-      const u64 mine = ranked[from + min(i, own - 1)];
+      const u64 mine = ranked[min(i, m - 1)];
       unsigned better = 0;
 #pragma unroll 4
       for (int other = threadIdx.x % 8; other < m; other += 8) better += ranked[other] > mine;
       better = warp_reduce<8>(better, [](unsigned a, unsigned b) { return a + b; }) + above;
-      if (threadIdx.x % 8 == 0 && i < own && better < k()) f(better, mine);
+      if (threadIdx.x % 8 == 0 && i < m && better < k()) f(better, mine);
     }
   }
 

@@ -130,11 +130,13 @@ __device__ void select_short(const Request& request) {
   if (threadIdx.x == 0) request.counts[row] = k;
   if (ordered) {
     if (few > kRanked) return selector.apart().finish_any(own_list(), n + few, k);
-    selector.rank_few(state().ranked, few, 0, few, n, [](unsigned at, u64 rank) { own_list()[at] = rank; });
+    selector.rank_few(state().ranked, few, n, kThreads, [](unsigned at, u64 rank) { own_list()[at] = rank; });
     __syncthreads();
     return selector.apart().put_sorted(own_list(), k);
   }
-  selector.put_staged(request.positions, n);
+  const bool ranks = few <= kRanked;
+  if (ranks) selector.put_staged_and_ranked(n, state().ranked, few);
+  else selector.put_staged(request.positions, n);
   if (request.values) {
     // Of what was selected by its bin the scores are in L2 still.
 #pragma unroll 1
@@ -142,6 +144,5 @@ __device__ void select_short(const Request& request) {
       request.values[row * k + i] = value_of(key_of_number(widen(data[(int)Selector<T>::staged()[i]])));
     }
   }
-  if (few <= kRanked) return selector.put_ranked(state().ranked, few, n);
-  settle(selector.apart(), List{(int)n}, few, n);
+  if (!ranks) settle(selector.apart(), List{(int)n}, few, n);
 }

@@ -91,6 +91,7 @@ fn kernel(device: &CudaDevice, dtype: DType, mapping: Mapping, shared: usize) ->
         Mapping::RowLocal => (SELECT, "select_row_local"),
         Mapping::Cluster(_) => (SELECT_CLUSTER, "select_cluster"),
         Mapping::Exact(_) => (SELECT_EXACT, "select_exact"),
+        Mapping::Held => (SELECT_EXACT, "select_held"),
     };
     let kernel = of_dtype(&modules, dtype).kernel(device, name, shared as u32)?;
     if let Mapping::Cluster(9..) | Mapping::Exact(9..) = mapping {
@@ -112,6 +113,7 @@ pub(crate) fn preload(device: &CudaDevice, dtype: DType) -> Result<()> {
     if runs_sm90(device)? {
         kernel(device, dtype, Mapping::Cluster(16), 0)?;
         kernel(device, dtype, Mapping::Exact(16), 0)?;
+        kernel(device, dtype, Mapping::Held, 0)?;
     }
     Ok(())
 }

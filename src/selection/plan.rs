@@ -50,6 +50,9 @@ pub enum Mapping {
     /// One block a row, alone on its multiprocessor: for up to as many rows as the device has
     /// multiprocessors.
     RowLocal,
+    /// The same with all of the row in its shared memory, where what reaches the cutoff is looked up as soon as all is
+    /// there. For rows of up to 65,536 scores that fit there, on devices of compute capability 9.0.
+    Held,
     /// A few blocks a row, 2, 4, 8 or 16, that meet in the workspace; the last to
     /// arrive refines. On any device.
     Split(u32),
@@ -67,7 +70,7 @@ impl Mapping {
     /// Blocks of a row.
     pub fn blocks(self) -> u32 {
         match self {
-            Self::Short | Self::Block | Self::RowLocal => 1,
+            Self::Short | Self::Block | Self::RowLocal | Self::Held => 1,
             Self::Split(blocks) | Self::Cluster(blocks) | Self::Exact(blocks) => blocks,
         }
     }
@@ -161,6 +164,7 @@ impl fmt::Display for Plan {
             }
             Mapping::Block => write!(f, "block")?,
             Mapping::RowLocal => write!(f, "row-local")?,
+            Mapping::Held => write!(f, "held")?,
             Mapping::Split(blocks) => write!(f, "split-{blocks}")?,
             Mapping::Cluster(blocks) => write!(f, "cluster-{blocks}")?,
             Mapping::Exact(blocks) => {
@@ -270,7 +274,7 @@ pub fn plan(request: &PlanRequest) -> Result<Plan> {
         Some(stride) => {
             bail!("{OP}: the sampling stride is {stride}, a power of two from 1 to 256 is accepted")
         }
-        None => stride(mapping, n, k),
+        None => stride(mapping, n, k, dtype),
     };
     if let Some(margin) = overrides.margin {
         if !(1.0..=4.0).contains(&margin) {
@@ -308,6 +312,7 @@ fn shared_bytes(mapping: Mapping, request: &PlanRequest) -> usize {
     let inbox = matches!(mapping, Mapping::Cluster(_)) as usize;
     let slice = match mapping {
         Mapping::Exact(blocks) => slice_bytes(blocks as usize, request),
+        Mapping::Held => slice_bytes(1, request),
         _ => 0,
     };
     let order = 2 * k.next_power_of_two().max(64);
@@ -329,6 +334,14 @@ const BESIDE: usize = 8 << 10;
 fn is_held(blocks: usize, request: &PlanRequest) -> bool {
     let bytes = shared_bytes(Mapping::Exact(blocks as u32), request) + BESIDE;
     bytes <= request.device.shared_per_block
+}
+
+/// Scores of a row that a block by itself has, as whole vectors of all threads: 16 bits number them.
+const NUMBERED: usize = 1 << 16;
+/// Whether a block holds a row that is sampled.
+fn is_held_alone(request: &PlanRequest) -> bool {
+    let scores = slice_bytes(1, request) / request.dtype.size_in_bytes();
+    request.device.cluster > 0 && scores <= NUMBERED && is_held(1, request)
 }
 
 fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
@@ -370,39 +383,52 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
             request.n,
             held(request.dtype)
         ),
-        Mapping::Short | Mapping::Block | Mapping::RowLocal => Ok(mapping),
+        Mapping::Held if device.cluster == 0 => bail!(
+            "{OP}: rows are planned to be held by a block each and sampled, which is for devices of compute capability 9.0"
+        ),
+        Mapping::Held if !is_held_alone(request) => bail!(
+            "{OP}: rows of {} scores are planned to be held by a block each, which holds up to {NUMBERED} and needs {} bytes of shared memory for them, the device has {}",
+            request.n,
+            shared_bytes(mapping, request) + BESIDE,
+            device.shared_per_block
+        ),
+        Mapping::Short | Mapping::Block | Mapping::RowLocal | Mapping::Held => Ok(mapping),
     }
 }
 
 // What follows was measured on an H200 (f32, K = 2048, raised ends; us of a graph's replay), as exact and sampled
-// clusters of so many blocks, and a block a row, alone:
+// clusters of so many blocks, and a block a row, which is alone but of 256 rows, or holds it:
 //
-// |   M |    N | exact            | sampled          | block     |
-// |-----|------|------------------|------------------|-----------|
-// |   8 |  16K |  4:  8.9         |                  |           |
-// |  64 |  16K |  2: 10.7         |                  |           |
-// | 128 |  16K |  1: 11.7         |                  |           |
-// |   8 |  32K |  8:  8.5, 4: 10.1|                  |           |
-// |  32 |  32K |  2: 11.4, 4: 15.5|  2: 14.1         |           |
-// |  64 |  32K |  2: 11.7, 1: 16.2|  2: 14.6         |           |
-// | 128 |  32K |  1: 17.7         |                  |      17.1 |
-// |   1 |  64K | 16:  9.3, 8:  9.8|                  |           |
-// |   8 |  64K |  8:  9.7         |                  |           |
-// |  32 |  64K |  2: 17.6         |  2: 14.8         |           |
-// |  64 |  64K |  2: 19.1         |  2: 16.9         |           |
-// |   8 | 128K |  8: 11.0         |  8: 13.3         |           |
-// |  16 | 128K |  4: 16.5         |  4: 14.1         |           |
-// |  32 | 128K |                  |  2: 17.0, 4: 22.5|           |
-// |  64 | 128K |                  |  2: 19.9         |      22.0 |
-// |   1 | 256K | 16: 10.9         | 16: 12.5         |           |
-// |   8 | 256K |  8: 15.5         |  8: 14.1         |           |
+// |   M |    N | exact            | sampled          | block     | held |
+// |-----|------|------------------|------------------|-----------|------|
+// |   8 |  16K |  4:  8.9         |                  |           |      |
+// |  64 |  16K |  2: 10.7         |                  |           |      |
+// | 128 |  16K |  1: 11.7         |                  |           | 11.4 |
+// | 256 |  16K |                  |                  |      18.9 | 18.5 |
+// |   8 |  32K |  8:  8.5, 4: 10.1|                  |           |      |
+// |  32 |  32K |  2: 11.4, 4: 15.5|  2: 14.1         |           |      |
+// |  64 |  32K |  2: 11.7, 1: 16.2|  2: 14.6         |           | 12.5 |
+// | 128 |  32K |  1: 17.3         |                  |      15.8 | 14.2 |
+// | 256 |  32K |                  |                  |      22.9 | 24.8 |
+// |   1 |  64K | 16:  9.3, 8:  9.8|                  |           |      |
+// |   8 |  64K |  8:  9.7         |                  |           |      |
+// |  32 |  64K |  2: 17.6         |  2: 14.8         |           |      |
+// |  64 |  64K |  2: 19.1         |  2: 16.9         |           |      |
+// |   8 | 128K |  8: 10.9         |  8: 12.0         |           |      |
+// |  16 | 128K |  4: 16.5         |  4: 14.1         |           |      |
+// |  32 | 128K |                  |  2: 16.3, 4: 22.5|           |      |
+// |  64 | 128K |                  |  2: 19.9         |      22.0 |      |
+// |   1 | 256K | 16: 10.9         | 16: 12.0         |           |      |
+// |   8 | 256K |  8: 15.5         |  8: 13.5         |           |      |
+//
+// 128 rows of 64K of BF16 take 19.0 by blocks, and 17.7 held.
 //
 // A sampled row (us):
 //
 // |   M |    N | mapping                               |       |
 // |-----|------|---------------------------------------|-------|
 // | 128 | 128K | cluster of 2: two rounds              |  42.2 |
-// | 128 | 128K | block a row, alone                    |  29.3 |
+// | 128 | 128K | block a row, alone                    |  28.1 |
 // | 128 | 128K | block a row, room for two             |  30.3 |
 // | 256 |  32K | block a row, alone: two rounds        |  31.5 |
 // | 512 | 256K | block a row, s = 64, 4 deviations     | 149.5 |
@@ -460,8 +486,8 @@ fn mapping(request: &PlanRequest) -> Mapping {
                 false => Mapping::Cluster(blocks as u32),
             };
         }
-        if !sampled && m <= device.multiprocessors && n <= HELD && is_held(1, request) {
-            return Mapping::Exact(1);
+        if m <= device.multiprocessors && is_held_alone(request) {
+            return Mapping::Held;
         }
     } else {
         let fits = |blocks: &usize| blocks * m <= split_blocks(&device) && slices(blocks);
@@ -475,7 +501,7 @@ fn mapping(request: &PlanRequest) -> Mapping {
     }
 }
 
-fn stride(mapping: Mapping, n: usize, k: usize) -> u32 {
+fn stride(mapping: Mapping, n: usize, k: usize, dtype: DType) -> u32 {
     let stride = match (mapping, n) {
         (_, 0..=16_384) => 8,
         (_, 16_385..=65_536) => 16,
@@ -483,8 +509,9 @@ fn stride(mapping: Mapping, n: usize, k: usize) -> u32 {
         (Mapping::Block, _) | (_, 131_073..) => 64,
         _ => 32,
     };
-    // What is admitted varies with the root of K times the stride, and `SLACK` is the same for all K.
-    match k > MAX_K / 2 {
+    // What is admitted varies with the root of K times the stride, and `SLACK` is the same for all K. And of scores of half
+    // the size twice as many are read by as many loads: 512 rows of 128K take 71.9 us with 64, and 67.4 with 32.
+    match k > MAX_K / 2 || dtype != DType::F32 {
         true => stride.min(32),
         false => stride,
     }
@@ -556,8 +583,10 @@ mod tests {
         assert_eq!(h200(16, 131_072)?, Mapping::Cluster(4));
         assert_eq!(h200(32, 131_072)?, Mapping::Cluster(2));
         assert_eq!(h200(64, 32_768)?, Mapping::Exact(2));
-        assert_eq!(h200(128, 16_384)?, Mapping::Exact(1));
-        assert_eq!(h200(128, 32_768)?, Mapping::RowLocal);
+        assert_eq!(h200(128, 16_384)?, Mapping::Held);
+        assert_eq!(h200(128, 32_768)?, Mapping::Held);
+        assert_eq!(h200(128, 65_536)?, Mapping::RowLocal);
+        assert_eq!(h200(256, 32_768)?, Mapping::Block);
         assert_eq!(h200(64, 262_144)?, Mapping::Cluster(2));
         // An even law would fill the bin of the K-th beyond what a list takes.
         assert_eq!(h200(1, 1 << 20)?, Mapping::Cluster(16));

@@ -7,10 +7,11 @@ constexpr int kThreads = 512;
 #include "../../kernels/selection/block.cuh"
 #include "../../kernels/selection/cluster.cuh"
 #include "../../kernels/selection/exact.cuh"
+#include "../../kernels/selection/held.cuh"
 #include "../../kernels/selection/short.cuh"
 #include "../../kernels/selection/split.cuh"
 
-enum Mapping { kShort, kBlock, kRowLocal, kSplit, kCluster, kExact };
+enum Mapping { kShort, kBlock, kRowLocal, kSplit, kCluster, kExact, kHeld };
 
 struct Case {
   unsigned mapping, dtype, rows, width, pitch, shift, k, order, values, bounds, blocks, capacity, stride, fixed_stride,
@@ -58,6 +59,7 @@ static void run(const Case& c) {
     case kRowLocal: launch(c.rows, 1, [&] { select_block<T, true>(r); }); break;
     case kSplit: launch(c.rows * c.blocks, 1, [&] { select_split<T>(r); }, true); break;
     case kCluster: launch(c.rows, c.blocks, [&] { select_cluster<T>(r); }); break;
+    case kHeld: launch(c.rows, 1, [&] { select_held<T>(r); }); break;
     case kExact: launch(c.rows, c.blocks, [&] { select_exact<T>(r); }); break;
     default: abort();
   }

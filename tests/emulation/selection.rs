@@ -135,6 +135,7 @@ impl Case {
             Mapping::Split(_) => 3,
             Mapping::Cluster(_) => 4,
             Mapping::Exact(_) => 5,
+            Mapping::Held => 6,
         };
         let header = [
             mapping,
@@ -268,6 +269,12 @@ fn block() -> Result<()> {
         300,
         &[DIRECT, PRIMARY, BAND, RECOVERED],
     )
+}
+
+#[test]
+fn held() -> Result<()> {
+    let routes = &[DIRECT, PRIMARY, RECOVERED];
+    random_launches(706, "held", &[Mapping::Held], 200, routes)
 }
 
 #[test]
