@@ -439,6 +439,56 @@ fn members_decide_alike() -> Result<()> {
     emulated.end()
 }
 
+/// Rows whose sample says little of their set: fewer numbers than top-k asks for, some of them below the proposal; a
+/// flat row with one logit that outweighs the others, and one with a few of them.
+#[test]
+fn what_a_sample_misses() -> Result<()> {
+    const VOCAB: usize = 12_000;
+    for form in [&ONE_BLOCK, &WIDE_BLOCK, &CLUSTER] {
+        let mut emulated = form.start()?;
+        let rng = &mut rng(8);
+        for i in 0..12 {
+            let mut row = vec![f32::NEG_INFINITY; VOCAB];
+            let (numbers, outliers, k, p) = [
+                (900, 0, 1000, 0.9),
+                (900, 0, 1000, 1.0),
+                (VOCAB, 1, 0, 0.9),
+                (VOCAB, 1, 7_000, 0.9),
+                (VOCAB, 30, 0, 0.95),
+                (VOCAB, 30, 6_000, 1.0),
+            ][i / 2];
+            for at in rand::seq::index::sample(rng, VOCAB, numbers) {
+                row[at] = rng.random_range(-1.0..1.0);
+            }
+            for at in rand::seq::index::sample(rng, VOCAB, outliers) {
+                row[at] = rng.random_range(9.0..11.0);
+            }
+            let case = Case {
+                op: [Op::Mask, Op::Sample][i % 2],
+                dtype: DType::F32,
+                law: LAWS[0],
+                vocab: VOCAB,
+                shift: i % 4,
+                gap: 0,
+                blocks: form.clusters[i % form.clusters.len()],
+                staged: form.clusters.len() > 1 && i % 3 > 0,
+                lowest: false,
+                mass: Mass::Renormalized,
+                params: vec![Params {
+                    k,
+                    p,
+                    ..Params::NONE
+                }],
+                keeps_equals: false,
+            };
+            let what = format!("{numbers} numbers, {outliers} above, k {k}, p {p}");
+            case.check_rows(row, rng, &mut emulated, &what)?;
+        }
+        emulated.end()?;
+    }
+    Ok(())
+}
+
 /// A run of the ablation: the name of its .cu file.
 struct Run {
     name: &'static str,
