@@ -98,16 +98,18 @@ __device__ __noinline__ void mask_open(const Kept<T, C>* of_row, T* out, bool al
   }
 }
 
+// All rows whose set is not among the best of the first pass. By itself: it takes no registers from the others.
 template <class T, int C>
-__device__ __forceinline__ void mask(const Request& request, T* out, long long out_stride) {
-  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), Team<C>::index(), false, [] {});
-  const auto& row = kept.row;
-  out += kept.row_index() * out_stride;
+__device__ __noinline__ void mask_rest(const Kept<T, C>* of_row, float own_best, float own_sum, int joint,
+                                       unsigned* routes, T* out) {
+  Kept<T, C> kept(*of_row, *reinterpret_cast<Shared<C>*>(dynamic));
+  kept.finish(joint, routes, own_best, own_sum);
   if (kept.members) {
     fill(kept, out);
     kept.leave();
     return;
   }
+  const auto& row = kept.row;
   const bool aligned = (size_t)out % 16 / sizeof(T) == row.shift;
   if (kept.open) {
     // In place: before the members told each other of the bracket, all had read what is not their own.
@@ -126,4 +128,16 @@ __device__ __forceinline__ void mask(const Request& request, T* out, long long o
     }
     put(kept, out, aligned, first, v);
   }
+}
+
+template <class T, int C>
+__device__ __forceinline__ void mask(const Request& request, T* out, long long out_stride) {
+  const Kept<T, C> kept(request, *reinterpret_cast<Shared<C>*>(dynamic), Team<C>::index(), false, [] {});
+  out += kept.row_index() * out_stride;
+  if (!kept.members) {
+    mask_rest(kept.published(), kept.own_best, kept.own_sum, request.joint, request.routes, out);
+    return;
+  }
+  fill(kept, out);
+  kept.leave();
 }

@@ -273,6 +273,65 @@ __device__ __noinline__ Inverted invert_in_memory(const Kept<T, C>* of_row, u64 
   return {at.token, total};
 }
 
+// What a launch writes of a row, by one thread. A logit that is not known is looked up.
+template <class T, int C>
+__device__ __forceinline__ void say(const Kept<T, C>& kept, const SampleOutputs& out, unsigned token, float logit,
+                                    float exponent, double log, Mass mass) {
+  const long long b = kept.row_index();
+  out.tokens[b] = token;
+  if (out.notes) out.notes[b] = kept.has_nan | kept.has_infinity << 1;
+  if (out.log_probs) {
+    float log_prob = -CUDART_INF_F;
+    if (token != ~0u) {
+      if (logit != logit) {
+        logit = widen(kept.row.data[token]), exponent = kept.softmax.exponent(logit), log = log_mass(mass);
+      }
+      log_prob = kept.softmax.log_weight(logit, exponent, log);
+    }
+    out.log_probs[b] = log_prob;
+  }
+}
+
+template <class T, int C>
+__device__ __forceinline__ bool gives_token(const Kept<T, C>& kept, const SampleOutputs& out) {
+  return kept.numbers > 0 && !((kept.has_nan | kept.has_infinity << 1) & out.refused);
+}
+
+// All rows whose set is not among the best of the first pass. By itself: it takes no registers from the others.
+template <class T, int C>
+__device__ __noinline__ void sample_rest(const Kept<T, C>* of_row, float own_best, float own_sum, int joint,
+                                         unsigned* routes, const DrawSource& draws, const SampleOutputs& out) {
+  Kept<T, C> kept(*of_row, *reinterpret_cast<Shared<C>*>(dynamic));
+  kept.finish(joint, routes, own_best, own_sum);
+  const long long b = kept.row_index();
+  bool says = Team<C>::rank() == 0;
+  unsigned token = ~0u;
+  float logit = CUDART_NAN_F, exponent = 0.0f;
+  Mass mass = {0, 0};
+  double log = 0.0;
+  const DrawSource::Drawn drawn = draws.load(b);
+  if (gives_token(kept, out)) {
+    if (kept.cut_key == kept.best_key && kept.cut_end == kept.best_position + 1) {
+      token = kept.best_position, logit = value_of(kept.best_key);
+    } else if (kept.members) {
+      if (says) token = invert_top(kept, drawn.draw(), out.log_probs, &log, &logit, &exponent);
+    } else if (kept.on_chip()) {
+      token = invert_on_chip(kept, drawn.draw(), &mass);
+    } else {
+      const Inverted its = invert_in_memory(kept.published(), drawn.draw());
+      token = its.token, mass = its.mass;
+      says = token != ~0u;
+    }
+  }
+  says = says && threadIdx.x == 0;
+  if (says) say(kept, out, token, logit, exponent, log, mass);
+  // Not before every member that reads the step has.
+  Team<C>::sync();
+  if (says && out.advance) {
+    out.advance[b * draws.counters_row + draws.counters_column] = (long long)((u64)drawn.step + 1);
+  }
+}
+
 template <class T, int C>
 __device__ __forceinline__ void sample(const Request& request, const DrawSource& draws, const SampleOutputs& out) {
   // Its loads, too, go out at the beginning; of one warp, lest all wait for them at once, and of the
@@ -290,48 +349,25 @@ __device__ __forceinline__ void sample(const Request& request, const DrawSource&
       if (threadIdx.x % 32 == 0) draw = its, step = drawn.step;
     }
   });
-  const long long b = kept.row_index();
-  const unsigned held = kept.has_nan | kept.has_infinity << 1;
-  bool says = Team<C>::rank() == 0;
+  if (!kept.members) {
+    sample_rest(kept.published(), kept.own_best, kept.own_sum, request.joint, request.routes, draws, out);
+    return;
+  }
+  const bool says = Team<C>::rank() == 0;
   unsigned token = ~0u;
-  float logit = CUDART_NAN_F;  // where it is known without a look at the row
-  Mass mass = {0, 0};
-  float exponent = 0.0f;  // and then its exponent
+  float logit = CUDART_NAN_F, exponent = 0.0f;
   double log = 0.0;  // of a set of one
-  if (kept.numbers > 0 && !(held & out.refused)) {
+  if (gives_token(kept, out)) {
     if (kept.cut_key == kept.best_key && kept.cut_end == kept.best_position + 1) {
-      token = kept.best_position, logit = value_of(kept.best_key);  // a set of one
-    } else if (kept.members) {
-      if (says) token = invert_top(kept, draw, out.log_probs, &log, &logit, &exponent);
-    } else if (kept.on_chip()) {
-      token = invert_on_chip(kept, draws.load(b).draw(), &mass);
-    } else {
-      const Inverted its = invert_in_memory(kept.published(), draws.load(b).draw());
-      token = its.token, mass = its.mass;
-      says = token != ~0u;
+      token = kept.best_position, logit = value_of(kept.best_key);
+    } else if (says) {
+      token = invert_top(kept, draw, out.log_probs, &log, &logit, &exponent);
     }
   }
-  says = says && threadIdx.x == 0;
-  if (says) {
-    out.tokens[b] = token;
-    if (out.notes) out.notes[b] = held;
-    if (out.log_probs) {
-      float log_prob = -CUDART_INF_F;
-      if (token != ~0u) {
-        if (logit != logit) {
-          logit = widen(kept.row.data[token]), exponent = kept.softmax.exponent(logit), log = log_mass(mass);
-        }
-        log_prob = kept.softmax.log_weight(logit, exponent, log);
-      }
-      out.log_probs[b] = log_prob;
-    }
-  }
+  if (says && threadIdx.x == 0) say(kept, out, token, logit, exponent, log, Mass{0, 0});
   kept.leave();
-  // Not before every member that reads the step has: only for a small set do they part without a
-  // barrier, and then it is read by this one alone.
-  if (says && out.advance) {
-    // Of a large set, another than the first may speak.
-    const long long was = Team<C>::rank() == 0 ? step : draws.load(b).step;
-    out.advance[b * draws.counters_row + draws.counters_column] = (long long)((u64)was + 1);
+  // The member that speaks is the one that has read the step.
+  if (says && threadIdx.x == 0 && out.advance) {
+    out.advance[kept.row_index() * draws.counters_row + draws.counters_column] = (long long)((u64)step + 1);
   }
 }

@@ -484,9 +484,24 @@ struct Kept : Cut {
   unsigned index;
   bool by_id;  // whether the best are ranked by their ids, too
 
+  // What a proposal says: gather what reaches the threshold, or nothing. It decides the route, never
+  // the result.
+  struct Proposal {
+    float threshold;
+    bool gathers;
+    float reference;  // the greatest logit that has been seen
+    // A sample of the row may say better; or is to say, before all else.
+    bool first_guess, asks_sample;
+  };
+
+  // Whether the set is not among the best of what has been proposed; and whether `numbers` is exact.
+  bool unfinished, counted;
+  Proposal proposed;
+
   // A copy that is known to work on shared memory.
   __device__ __forceinline__ Kept(const Kept& kept, Shared<C>& shared)
-      : Cut(kept), row(kept.row), limits(kept.limits), shared(shared), index(kept.index), by_id(kept.by_id) {
+      : Cut(kept), row(kept.row), limits(kept.limits), shared(shared), index(kept.index), by_id(kept.by_id),
+        unfinished(kept.unfinished), counted(kept.counted), proposed(kept.proposed) {
     if (row.staged) row.staged = reinterpret_cast<const uint4*>(&shared + 1);
   }
 
@@ -548,12 +563,24 @@ struct Kept : Cut {
         meanwhile();
       }
     }
-    find_cut(r.joint, proposal);
-    if (r.routes && threadIdx.x == 0 && Team<C>::rank() == 0) {
+    members = 0, counted = false, proposed = proposal;
+    unfinished = many() || proposal.asks_sample || !find_among_best(r.joint, proposal);
+    if (!unfinished) report(r.routes);
+  }
+
+  // What is left to do of a row that has no members, by a copy in shared memory and with what was the thread's own.
+  __device__ __forceinline__ void finish(int joint, unsigned* routes, float best, float sum) {
+    own_best = best, own_sum = sum;
+    if (unfinished) search(joint);
+    report(routes);
+  }
+
+  __device__ __forceinline__ void report(unsigned* routes) const {
+    if (routes && threadIdx.x == 0 && Team<C>::rank() == 0) {
       RouteCounters counters = route_counters();
       if (numbers > 0 && on_chip()) counters.route |= kHit;
       if (cut_key == kNegInfinityKey && cut_end == 0) counters.route |= kNoTruncation;
-      reinterpret_cast<RouteCounters*>(r.routes)[row_index()] = counters;
+      reinterpret_cast<RouteCounters*>(routes)[row_index()] = counters;
     }
   }
 
@@ -697,16 +724,6 @@ struct Kept : Cut {
   }
 
  private:
-  // What a proposal says: gather what reaches the threshold, or nothing. It decides the route, never
-  // the result.
-  struct Proposal {
-    float threshold;
-    bool gathers;
-    float reference;  // the greatest logit that has been seen
-    // A sample of the row may say better; or is to say, before all else.
-    bool first_guess, asks_sample;
-  };
-
   // Sends for the slice, where all of the row fits on chip. A warp has a part to itself.
   __device__ __forceinline__ bool stage() {
     if constexpr (C > 1) {
@@ -735,26 +752,16 @@ struct Kept : Cut {
     return false;
   }
 
-  __device__ __forceinline__ void find_cut(int joint, Proposal proposal) {
-    members = 0;
-    bool counted = false;
-    if (!many() && !proposal.asks_sample && find_among_best(joint, proposal, &counted)) return;
-    // What a pointer is taken of lies in memory.
-    Kept copy(*this);
-    search(&copy, joint, proposal, counted);
-    static_cast<Cut&>(*this) = copy;
-  }
-
-  // Parts 1 and 2. Whether that is all. `counted`: whether `numbers` is exact.
-  __device__ __forceinline__ bool find_among_best(int joint, const Proposal& proposal, bool* counted) {
-    *counted = (limited() || kVariant.truncates == Truncates::kNever) && !proposal.gathers;
-    if (*counted) {
+  // Parts 1 and 2. Whether that is all.
+  __device__ __forceinline__ bool find_among_best(int joint, const Proposal& proposal) {
+    counted = (limited() || kVariant.truncates == Truncates::kNever) && !proposal.gathers;
+    if (counted) {
       forget();
       count_all();
     } else {
       pass(proposal, sums(joint));
-      *counted = gathered && low <= kNegInfinityKey + 1;
-      if (has_nan || has_infinity || best_key <= kNegInfinityKey) count_all(), *counted = true;
+      counted = gathered && low <= kNegInfinityKey + 1;
+      if (has_nan || has_infinity || best_key <= kNegInfinityKey) count_all(), counted = true;
     }
     cut_key = ~0u, cut_end = 0;
     if (numbers == 0) return true;
@@ -770,27 +777,22 @@ struct Kept : Cut {
     return limits.top_k > 0 && limits.top_k < (unsigned)row.size;
   }
 
-  // All else. By itself, on a copy: what is rare takes no registers from what is not.
-  static __device__ __noinline__ void search(Kept* kept, int joint, const Proposal proposal, bool counted) {
-    Kept own(*kept, *reinterpret_cast<Shared<C>*>(dynamic));
-    own.search(joint, proposal, counted);
-    static_cast<Cut&>(*kept) = own;
-  }
-  __device__ __forceinline__ void search(int joint, Proposal proposal, bool counted) {
+  // All else.
+  __device__ __forceinline__ void search(int joint) {
     if constexpr (C > 1) {
       if (!many()) {
-        if (!proposal.asks_sample) set_free();
-        if (proposal.asks_sample || (proposal.first_guess && !outweighed(joint, proposal.reference))) {
-          proposal = propose(Sampled(row));
-          if (row.staged) proposal.reference = row_best;
-          if (find_among_best(joint, proposal, &counted)) return;
+        if (!proposed.asks_sample) set_free();
+        if (proposed.asks_sample || (proposed.first_guess && !outweighed(joint, proposed.reference))) {
+          proposed = propose(Sampled(row));
+          if (row.staged) proposed.reference = row_best;
+          if (find_among_best(joint, proposed)) return;
           set_free();
         }
       }
     }
     unsigned ties = 0;
-    const bool ends = many() ? cut_by_count(&ties) : cut_best(counted, &ties);
-    if (!ends) cut_further(joint, ties, proposal.reference);
+    const bool ends = many() ? cut_by_count(&ties) : cut_best(&ties);
+    if (!ends) cut_further(joint, ties, proposed.reference);
   }
 
   // Has f(the row's truncation) done by itself, with a copy: what most rows don't need takes no registers from them. By
@@ -813,7 +815,7 @@ struct Kept : Cut {
 
   // The cut of a top-k that is not among the best, and how many elements with its key are kept: 0 where it's exclusive.
   // Whether that ends it.
-  __device__ bool cut_best(bool counted, unsigned* ties) {
+  __device__ bool cut_best(unsigned* ties) {
     const bool limited = this->limited();
     if (limited && numbers < limits.top_k && !counted) count_all();
     cut_key = kNegInfinityKey;
