@@ -41,12 +41,14 @@ impl Routes {
         self.route & 1 != 0
     }
 
-    /// A further pass summed masses over the row: exactly, for the threshold of top-p.
+    /// A further pass summed masses over the row: exactly, for the threshold of top-p. That may be the
+    /// one that a histogram was taken in.
     pub fn second_pass(&self) -> bool {
         self.route & 2 != 0
     }
 
-    /// The proposal missed, or there was none: histograms of the whole row narrowed the search.
+    /// The proposal missed, or there was none: histograms narrowed the search, of a part of the row
+    /// that a sample proposes, or of the whole.
     pub fn fallback(&self) -> bool {
         self.route & 4 != 0
     }
@@ -56,8 +58,8 @@ impl Routes {
         self.route & 8 != 0
     }
 
-    /// Candidates gathered by the last pass that gathered any. Above the kernels' room, what did
-    /// not fit was counted and dropped.
+    /// Candidates gathered by the last pass that gathered any, or left to be gathered by what the op
+    /// reads afterwards. Above the kernels' room, what did not fit was counted and dropped.
     pub fn gathered(&self) -> u32 {
         self.gathered
     }

@@ -439,6 +439,7 @@ fn members_decide_alike() -> Result<()> {
     emulated.end()
 }
 
+<<<<<<< ours
 /// Rows whose sample says little of their set: fewer numbers than top-k asks for, some of them below the proposal; a
 /// flat row with one logit that outweighs the others, and one with a few of them.
 #[test]
@@ -487,6 +488,162 @@ fn what_a_sample_misses() -> Result<()> {
         emulated.end()?;
     }
     Ok(())
+=======
+/// Rows whose sets are larger than what is gathered, and how their sample may mislead.
+const LARGE: [&str; 9] = [
+    "normal",
+    "sampled low",
+    "sampled high",
+    "two values",
+    "few values",
+    "subnormal",
+    "outlier",
+    "masked",
+    "far from 0",
+];
+
+fn large_row(kind: &str, form: &Form, dtype: DType, vocab: usize, rng: &mut StdRng) -> Vec<f32> {
+    let mut row = logits(Law::Normal, vocab, rng);
+    // The positions of `Sampled` in kernels/sampling/truncate.cuh.
+    let width = 16 / dtype.size_in_bytes();
+    let vectors = vocab.div_ceil(width);
+    let sampled = (form.threads as usize * width).max(4096) / width;
+    match kind {
+        "sampled low" | "sampled high" => {
+            let by = if kind == "sampled low" { -3.0 } else { 3.0 };
+            for at in 0..sampled {
+                let first = at * vectors / sampled * width;
+                let last = (first + width).min(vocab);
+                // Not all of them, where the row has few more.
+                if vectors > 2 * sampled || at % 2 == 0 {
+                    row[first..last].iter_mut().for_each(|x| *x += by);
+                }
+            }
+        }
+        "two values" => {
+            let split = rng.random_range(-1.5f32..1.5);
+            row.iter_mut().for_each(|x| *x = (*x > split) as u8 as f32);
+        }
+        "few values" => row.iter_mut().for_each(|x| *x = (*x * 8.0).round() / 8.0),
+        // Most are closer to 0 than any normal number, or 0 of either sign.
+        "subnormal" => {
+            for x in row.iter_mut() {
+                *x = match rng.random_range(0..8) {
+                    0 => *x,
+                    1 => 0.0,
+                    2 => -0.0,
+                    _ => *x * 1e-40,
+                }
+            }
+        }
+        "outlier" => row[rng.random_range(0..vocab)] = 9.0,
+        "masked" => {
+            for x in row.iter_mut() {
+                if rng.random_range(0..3) == 0 {
+                    *x = [f32::NEG_INFINITY, -6e4][rng.random_range(0..2)];
+                }
+            }
+        }
+        "far from 0" => row.iter_mut().for_each(|x| *x += 300.0),
+        _ => {}
+    }
+    row
+}
+
+fn large_sets(form: &Form) -> Result<()> {
+    let mut emulated = form.start()?;
+    let rng = &mut rng(600 + form.threads as u64);
+    for (i, kind) in LARGE.iter().cycle().take(3 * LARGE.len()).enumerate() {
+        let vocab = rng.random_range(12_000..24_000);
+        let half = vocab / 2;
+        let param = |k: usize, p: f32, min_p: f32| Params {
+            k,
+            p,
+            min_p,
+            ..Params::NONE
+        };
+        let all = [
+            param(half, 1.0, 0.0),
+            param(0, 0.9, 0.0),
+            param(vocab - rng.random_range(1..20), 1.0, 0.0),
+            param(0, [0.5, 0.97, 0.9999][i % 3], 0.0),
+            param(rng.random_range(2100..vocab), 0.9, 0.0),
+            param(half, 1.0, 0.3),
+            param(0, 0.8, 0.2),
+        ];
+        let mut params: Vec<Params> = (0..2).map(|j| all[(i + 3 * j) % all.len()]).collect();
+        params[1].temperature = [1.0, 0.6, 1.7][i / 3 % 3];
+        let case = Case {
+            op: [Op::Mask, Op::Sample, Op::Candidates, Op::Mask][i % 4],
+            dtype: [DType::F32, DType::F32, DType::BF16, DType::F16][i / 2 % 4],
+            law: LAWS[0],
+            vocab,
+            shift: i % 4,
+            gap: i % 3,
+            blocks: form.clusters[i % form.clusters.len()],
+            staged: form.clusters.len() > 1 && i % 3 > 0,
+            lowest: false,
+            mass: [Mass::Renormalized, Mass::Joint][i / 2 % 2],
+            params,
+            keeps_equals: false,
+        };
+        let what = format!("{}, {kind}: {case:?}", form.name);
+        let rows: Vec<f32> = (0..2)
+            .flat_map(|_| large_row(kind, form, case.dtype, vocab, rng))
+            .collect();
+        fn rounded<T: Float>(rows: Vec<f32>) -> Vec<T> {
+            rows.into_iter().map(T::round).collect()
+        }
+        match case.dtype {
+            DType::F32 => case.check_rows::<f32>(rows, rng, &mut emulated, &what)?,
+            DType::BF16 => case.check_rows::<bf16>(rounded(rows), rng, &mut emulated, &what)?,
+            _ => case.check_rows::<f16>(rounded(rows), rng, &mut emulated, &what)?,
+        };
+    }
+    emulated.end()
+}
+
+#[test]
+fn large_sets_by_blocks() -> Result<()> {
+    large_sets(&ONE_BLOCK)?;
+    large_sets(&WIDE_BLOCK)
+}
+
+#[test]
+fn large_sets_by_clusters() -> Result<()> {
+    large_sets(&CLUSTER)
+}
+
+/// A min-p that lies between the least number above 0 and those below: no number has the key below that of 0.
+#[test]
+fn a_cut_at_zero() -> Result<()> {
+    let mut emulated = ONE_BLOCK.start()?;
+    let rng = &mut rng(33);
+    for op in [Op::Mask, Op::Sample] {
+        let mut row = vec![-1f32; 20_000];
+        row.iter_mut().step_by(2).for_each(|x| *x = 0.0);
+        row.iter_mut().step_by(3).for_each(|x| *x = -0.0);
+        let case = Case {
+            op,
+            dtype: DType::F32,
+            law: LAWS[0],
+            vocab: row.len(),
+            shift: 0,
+            gap: 0,
+            blocks: 1,
+            staged: false,
+            lowest: false,
+            mass: Mass::Renormalized,
+            params: vec![Params {
+                min_p: 1.0,
+                ..Params::NONE
+            }],
+            keeps_equals: false,
+        };
+        case.check_rows(row, rng, &mut emulated, &format!("{op:?}"))?;
+    }
+    emulated.end()
+>>>>>>> theirs
 }
 
 /// A run of the ablation: the name of its .cu file.
