@@ -11,6 +11,12 @@ __device__ __forceinline__ unsigned key_of(float x) {
   return x != x ? kNanKey : key;
 }
 
+// The greatest value whose key is at most this: no number has the key below that of 0, and as bits it is -0.
+__device__ __forceinline__ float greatest_up_to(unsigned key) {
+  if (key == 0x7fffffffu) key--;
+  return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
+}
+
 // The value with this key; for the keys of numbers and infinities.
 __device__ __forceinline__ float value_of(unsigned key) {
   return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);

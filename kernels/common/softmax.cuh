@@ -80,15 +80,23 @@ struct Softmax {
     scaled_temperature = (max == CUDART_INF_F ? 1.0f : temperature) * scale;
   }
 
+  // Whether that is the difference alone: as it is for most rows.
+  __device__ __forceinline__ bool is_plain() const {
+    return scale == 1.0f && scaled_temperature == 1.0f && max < CUDART_INF_F;
+  }
+
   // (x - max) / T, at most 0; for what is above -inf.
+  template <bool kPlain = false>
   __device__ __forceinline__ float exponent(float x) const {
+    if constexpr (kPlain) return x - max;
     float z = x * scale - scaled_max;
     if (scaled_temperature != 1.0f) z = z / scaled_temperature;
     return x == max ? 0.0f : z;
   }
 
+  template <bool kPlain = false>
   __device__ __forceinline__ float weight(float x) const {
-    const float z = exponent(x);
+    const float z = exponent<kPlain>(x);
     if (!(x > -CUDART_INF_F) || !(z >= -43.0f)) return 0.0f;
     const float round = 12582912.0f;
     const float shifted = z * 1.44269504088896340736f + round;
@@ -107,7 +115,10 @@ struct Softmax {
   }
 
   // The weight in units of 2^-62, rounded down.
-  __device__ __forceinline__ u64 mass(float x) const { return mass_of(weight(x)); }
+  template <bool kPlain = false>
+  __device__ __forceinline__ u64 mass(float x) const {
+    return mass_of(weight<kPlain>(x));
+  }
   // Of a weight: its fraction, shifted. A conversion is slower.
   static __device__ __forceinline__ u64 mass_of(float w) {
     const unsigned bits = __float_as_uint(w);

@@ -37,29 +37,14 @@ __device__ void fill(const Kept<T, C>& kept, T* out) {
   if (position >= from && position < to) out[position] = survivor;
 }
 
-// Writes a vector, of the row's, where what it is a part of is in the row.
+// Writes a slice of what is above a bound. Of what equals it those below a position are kept; or, where the cut is still
+// open, what lies between two bounds is copied, and noted.
 template <class T, int C>
-__device__ __forceinline__ void put(const Kept<T, C>& kept, T* out, bool aligned, int first, const Vector<T>& v) {
-  if (aligned && first >= 0 && first + Row<T>::kWidth <= kept.row.size) {
-    uint4 raw;
-    memcpy(&raw, &v, sizeof(raw));
-    __stcs(reinterpret_cast<uint4*>(out + first), raw);
-  } else {
-#pragma unroll
-    for (int w = 0; w < Row<T>::kWidth; w++) {
-      if (first + w >= 0 && first + w < kept.row.size) out[first + w] = v.at[w];
-    }
-  }
-}
-
-// Where the cut is still open: what may be kept is copied, and what turns out not to be is overwritten.
-template <class T, int C>
-__device__ __noinline__ void mask_open(const Kept<T, C>* of_row, T* out, bool aligned) {
-  Kept<T, C> kept(*of_row);
-  const auto& row = kept.row;
-  const T dropped = from_bits<T>(Bits<T>::kNegInfinity);
-  const float low = kept.left_open().low, high = kept.left_open().high;
+static __device__ __noinline__ void write_slice(const typename Kept<T, C>::TeamRow row, T* out, float low, float high,
+                                                bool open, unsigned end_of_equal, Elements* slice, unsigned* slots) {
   constexpr int kDepth = 2;
+  const bool aligned = (size_t)out % 16 / sizeof(T) == row.shift;
+  const T dropped = from_bits<T>(Bits<T>::kNegInfinity);
 #pragma unroll 1
   for (int j = row.begin + threadIdx.x; j < row.end; j += kDepth * kThreads) {
     Vector<T> v[kDepth];
@@ -75,26 +60,22 @@ __device__ __noinline__ void mask_open(const Kept<T, C>* of_row, T* out, bool al
 #pragma unroll
       for (int w = 0; w < Row<T>::kWidth; w++) {
         const float x = widen(v[d].at[w]);
-        any |= x >= low && x <= high;
-        if (!(x >= low)) v[d].at[w] = dropped;
+        const bool inside = x >= low && x <= high;
+        any |= inside;
+        if (!(x > high) && !(inside && (open || (unsigned)(first + w) < end_of_equal))) v[d].at[w] = dropped;
       }
-      if (any) {
-#pragma unroll 1
+      if (any && open) Kept<T, C>::note_open(v[d], first, low, high, slice, slots);
+      if (aligned && first >= 0 && first + Row<T>::kWidth <= row.size) {
+        uint4 raw;
+        memcpy(&raw, &v[d], sizeof(raw));
+        __stcs(reinterpret_cast<uint4*>(out + first), raw);
+      } else {
+#pragma unroll
         for (int w = 0; w < Row<T>::kWidth; w++) {
-          const float x = widen(v[d].at[w]);
-          if (x >= low && x <= high) kept.note_open(x, first + w);
+          if (first + w >= 0 && first + w < row.size) out[first + w] = v[d].at[w];
         }
       }
-      put(kept, out, aligned, first, v[d]);
     }
-  }
-  kept.settle();
-  const int from = row.first(row.begin), to = row.first(row.end);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < kept.gathered; i += kThreads) {
-    const int position = (int)kept.shared.gathered.positions[i];
-    if (position < from || position >= to) continue;
-    if (!kept.holds(value_of(kept.shared.gathered.keys[i]), position)) out[position] = dropped;
   }
 }
 
@@ -110,23 +91,24 @@ __device__ __noinline__ void mask_rest(const Kept<T, C>* of_row, float own_best,
     return;
   }
   const auto& row = kept.row;
-  const bool aligned = (size_t)out % 16 / sizeof(T) == row.shift;
-  if (kept.open) {
-    // In place: before the members told each other of the bracket, all had read what is not their own.
-    mask_open(kept.published(), out, aligned);
-    return;
-  }
-  Team<C>::sync();  // In place, no member may still be reading; and none may end while it is read.
-  const T dropped = from_bits<T>(Bits<T>::kNegInfinity);
+  const bool open = kept.open;
+  const float low = open ? kept.left_open().low : greatest_up_to(kept.cut_key);
+  const float high = open ? kept.left_open().high : low;
+  // In place, no member may still be reading; and none may end while it is read. Where the cut is open, all have read
+  // what is not their own before they told each other of the bracket, and wait for each other below.
+  if (!open) Team<C>::sync();
+  write_slice<T, C>(row, out, low, high, open, kept.cut_end, &kept.shared.slice, &kept.left_open().slots);
+  if (!open) return;
+  // What turns out not to be kept is overwritten.
+  kept.settle();
+  const int from = row.first(row.begin), to = row.first(row.end);
 #pragma unroll 1
-  for (int j = row.begin + threadIdx.x; j < row.end; j += kThreads) {
-    const int first = row.first(j);
-    Vector<T> v = row.load(j);
-#pragma unroll
-    for (int w = 0; w < Row<T>::kWidth; w++) {
-      if (!kept.holds(widen(v.at[w]), first + w)) v.at[w] = dropped;
+  for (int i = threadIdx.x; i < kept.gathered; i += kThreads) {
+    const int position = (int)kept.shared.gathered.positions[i];
+    if (position < from || position >= to) continue;
+    if (!kept.holds(value_of(kept.shared.gathered.keys[i]), position)) {
+      out[position] = from_bits<T>(Bits<T>::kNegInfinity);
     }
-    put(kept, out, aligned, first, v);
   }
 }
 

@@ -170,15 +170,15 @@ static __device__ __noinline__ void sum_segments(const typename Kept<T, C>::Team
         if (x > high) mass = mass + Mass{softmax.mass(x), 0};
         any |= x >= low && x <= high;
       }
-      if (any) {
-#pragma unroll 1
+      if (any && open) {
+        Kept<T, C>::note_open(v, row.first(j), low, high, slice, slots);
+      } else if (any) {
+        unsigned equal = 0;
+#pragma unroll
         for (int w = 0; w < Row<T>::kWidth; w++) {
-          const float x = widen(v.at[w]);
-          if (!(x >= low && x <= high)) continue;
-          const int position = row.first(j) + w;
-          if (open) Kept<T, C>::push(key_of(x), position, slice, slots);
-          else if ((unsigned)position < end_of_equal) mass = mass + Mass{mass_of_few(softmax, x), 0};
+          equal += widen(v.at[w]) == low && (unsigned)(row.first(j) + w) < end_of_equal;
         }
+        mass = mass + times(mass_of_few(softmax, low), equal);
       }
       v = next;
     }
@@ -209,7 +209,7 @@ __device__ __noinline__ Inverted invert_in_memory(const Kept<T, C>* of_row, u64 
   };
   const int length = (row.end - row.begin + kSegments - 1) / kSegments;
   const bool open = kept.open;
-  const float low = open ? kept.left_open().low : value_of(kept.cut_key);
+  const float low = open ? kept.left_open().low : greatest_up_to(kept.cut_key);
   const float high = open ? kept.left_open().high : low;
   __syncthreads();
   sum_segments<T, C>(row, kept.softmax, length, low, high, open, kept.cut_end, segments, &kept.shared.slice,

@@ -19,9 +19,14 @@
 //  3. Pivot search, for larger sets. Where the candidates hold the set (a hit), three pivots at a
 //     time split the range of keys that the cut lies in. The range is one of integers, not of
 //     values, and before each step it shrinks to the keys that exist in it, so at most 16 steps leave
-//     one key, whatever the values; as soon as 32 elements are left in it, a warp ranks them. On a
-//     miss, a histogram of the row narrows the range by 2048 at a time until what is in it fits into
-//     shared memory, and the search goes on there.
+//     one key, whatever the values; as soon as 32 elements are left in it, a warp ranks them. Where
+//     the bounds of the f32 sum give one answer, no exact sum is taken. On a miss, and for a top-k of
+//     more than can be gathered from the start, a sample proposes a bracket: two values that the cut
+//     lies between, but in a few rows of a million. One pass sums what is above the bracket, and all,
+//     exactly, with a histogram of what is inside. The bin of the cut holds few elements: the pass that
+//     writes, or sums for a draw, notes them, and they are settled after it. Where the bracket misses,
+//     or the bin is full, a histogram of the row narrows the range by 2048 at a time until what is in
+//     it fits into shared memory, and the search goes on there.
 //  4. Duplicates. Of the elements that have the cut's key, those with the lowest positions are
 //     kept. The same pivot search, over positions, finds the last of them.
 //
@@ -367,7 +372,7 @@ __device__ Found<M> pivot_search(int n, unsigned low, unsigned high, typename M:
       Sum own = M::zero(), greater = M::zero(), equal = M::zero();
       if (mine) key_at(step.index[lane], &key), own = measure(step.index[lane]);
 #pragma unroll 1
-      for (int other = 0; other < 32; other++) {
+      for (int other = 0; other < left; other++) {
         const unsigned its_key = __shfl_sync(~0u, key, other);
         const Sum its = shuffle(own, other);
         if (its_key > key) greater = greater + its;
@@ -2091,12 +2096,14 @@ struct Kept : Cut {
     }
     return own;
   }
+  // `kPlain`: where a logit's exponent is its difference to the maximum.
+  template <bool kPlain>
   static __device__ __noinline__ Weighed weigh_slice(const TeamRow row, const Softmax softmax, const Bracket bracket,
                                                      float floor, BracketHistogram<C>* histogram) {
     Weighed own = {{0, 0}, {0, 0}, 0};
     const bool one = bracket.low == bracket.high;
     row.for_each([&](float x, int) {
-      const u64 mass = softmax.mass(x);
+      const u64 mass = softmax.mass<kPlain>(x);
       if (x > floor) own.whole = own.whole + Mass{mass, 0};
       if (x > bracket.high) own.above = own.above + Mass{mass, 0};
       else if (x >= bracket.low) {
@@ -2127,7 +2134,8 @@ struct Kept : Cut {
     } said = {};
     unsigned inside;
     if constexpr (kWeighs) {
-      const Weighed own = weigh_slice(row, softmax, bracket, floor, &histogram);
+      const Weighed own = softmax.is_plain() ? weigh_slice<true>(row, softmax, bracket, floor, &histogram)
+                                             : weigh_slice<false>(row, softmax, bracket, floor, &histogram);
       said.sums.above = block_sum<M>(own.above), said.sums.whole = block_sum<M>(own.whole), inside = own.inside;
     } else {
       const Counted own = count_slice(row, bracket, &histogram);
@@ -2232,7 +2240,7 @@ struct Kept : Cut {
         Mass rest;
         if constexpr (kWeighs) rest = target - before;
         else rest = Mass{target - before, 0};
-        left_open() = {from, to, value_of(from), value_of(to), kWeighs, rest, 0};
+        left_open() = {from, to, value_of(from), greatest_up_to(to), kWeighs, rest, 0};
         route_counters().gathered = count;
       }
       __syncthreads();
@@ -2294,9 +2302,14 @@ struct Kept : Cut {
     if (slot < kCandidates) slice->keys[slot] = key, slice->positions[slot] = position;
   }
 
-  // Notes one of the open range that the member has found.
-  __device__ __forceinline__ void note_open(float x, int position) const {
-    push(key_of(x), position, &shared.slice, &left_open().slots);
+  // Notes what a vector holds of the open range. By itself, that no vector need be in memory.
+  static __device__ __noinline__ void note_open(const Vector<T> v, int first, float low, float high, Elements* slice,
+                                                unsigned* slots) {
+#pragma unroll
+    for (int w = 0; w < Row<T>::kWidth; w++) {
+      const float x = widen(v.at[w]);
+      if (x >= low && x <= high) push(key_of(x), first + w, slice, slots);
+    }
   }
   // Once every member has noted all of its slice: the cut.
   __device__ __forceinline__ void settle() {
@@ -2339,7 +2352,7 @@ struct Kept : Cut {
 
   // The least count of elements of mass `each` that reaches `rest`; it exists below 2^32.
   static __device__ __noinline__ unsigned ties_for(Mass rest, u64 each) {
-    unsigned low = 1, high = ~0u;
+    unsigned low = 1, high = times(each, 1) < rest ? ~0u : 1;
     while (low < high) {
       const unsigned middle = low + (high - low) / 2;
       if (times(each, middle) < rest) low = middle + 1;

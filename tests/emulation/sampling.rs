@@ -439,7 +439,6 @@ fn members_decide_alike() -> Result<()> {
     emulated.end()
 }
 
-<<<<<<< ours
 /// Rows whose sample says little of their set: fewer numbers than top-k asks for, some of them below the proposal; a
 /// flat row with one logit that outweighs the others, and one with a few of them.
 #[test]
@@ -488,7 +487,8 @@ fn what_a_sample_misses() -> Result<()> {
         emulated.end()?;
     }
     Ok(())
-=======
+}
+
 /// Rows whose sets are larger than what is gathered, and how their sample may mislead.
 const LARGE: [&str; 9] = [
     "normal",
@@ -643,7 +643,6 @@ fn a_cut_at_zero() -> Result<()> {
         case.check_rows(row, rng, &mut emulated, &format!("{op:?}"))?;
     }
     emulated.end()
->>>>>>> theirs
 }
 
 /// A run of the ablation: the name of its .cu file.
