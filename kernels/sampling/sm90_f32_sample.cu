@@ -3,6 +3,7 @@ constexpr int kThreads = 512, kCandidates = 2048;
 #include "sample.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    sample(const Request request, const DrawSource draws, const SampleOutputs out) {
+    sample(const Request request, const __grid_constant__ DrawSource draws,
+           const __grid_constant__ SampleOutputs out) {
   sample<float, 8>(request, draws, out);
 }

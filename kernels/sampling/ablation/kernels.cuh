@@ -11,6 +11,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
-    sample(const Request request, const DrawSource draws, const SampleOutputs out) {
+    sample(const Request request, const __grid_constant__ DrawSource draws,
+           const __grid_constant__ SampleOutputs out) {
   sample<float, 1>(request, draws, out);
 }

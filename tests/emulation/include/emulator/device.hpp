@@ -20,6 +20,7 @@
 
 #define __device__
 #define __global__
+#define __grid_constant__
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
