@@ -786,8 +786,10 @@ struct Kept : Cut {
   __device__ __forceinline__ void search(int joint) {
     if constexpr (C > 1) {
       if (!many()) {
+        // Read before the members go apart: what outweighed() reads, a member that is ahead writes anew.
+        const bool again = proposed.asks_sample || (proposed.first_guess && !outweighed(joint, proposed.reference));
         if (!proposed.asks_sample) set_free();
-        if (proposed.asks_sample || (proposed.first_guess && !outweighed(joint, proposed.reference))) {
+        if (again) {
           proposed = propose(Sampled(row));
           if (row.staged) proposed.reference = row_best;
           if (find_among_best(joint, proposed)) return;
