@@ -439,6 +439,44 @@ fn members_decide_alike() -> Result<()> {
     emulated.end()
 }
 
+/// The first guess of a cluster, from the greatest of parts of the row, gathers far too few, so that the sample is asked
+/// and a second pass begins, whose sums take the place of those that the members decided by.
+#[test]
+fn members_propose_again_alike() -> Result<()> {
+    const VOCAB: usize = 20_000;
+    let mut emulated = CLUSTER.start()?;
+    let rng = &mut rng(45);
+    for i in 0..32 {
+        let mut row = vec![-40f32; VOCAB];
+        let places = rand::seq::index::sample(rng, VOCAB, 8_950);
+        for (i, at) in places.iter().enumerate() {
+            row[at] = if i < 1450 { 0.3f32.ln() } else { 0.01f32.ln() };
+        }
+        // Each where a piece of the sample is, of which every group has a few.
+        (0..50).for_each(|group| row[4 * (2 * group * (VOCAB / 4 - 3) / 256)] = 0.0);
+        let case = Case {
+            op: Op::Mask,
+            dtype: DType::F32,
+            law: LAWS[0],
+            vocab: VOCAB,
+            shift: 0,
+            gap: 0,
+            blocks: 8,
+            staged: true,
+            lowest: false,
+            mass: Mass::Renormalized,
+            params: vec![Params {
+                p: 0.9,
+                ..Params::NONE
+            }],
+            keeps_equals: false,
+        };
+        let routes = case.check_rows(row, rng, &mut emulated, &format!("row {i}"))?;
+        assert_eq!(routes[0] & SECOND_PASS, SECOND_PASS, "row {i}");
+    }
+    emulated.end()
+}
+
 /// Rows whose sample says little of their set: fewer numbers than top-k asks for, some of them below the proposal; a
 /// flat row with one logit that outweighs the others, and one with a few of them.
 #[test]
