@@ -61,6 +61,17 @@ __device__ __forceinline__ float max_or_nan(const Vector<T>& v) {
   return widen(__hmax_nan(most.x, most.y));
 }
 
+// An element of a vector that is not known before: by choices among its words, so that it stays in registers.
+template <class T>
+__device__ __forceinline__ float element(const Vector<T>& v, unsigned w) {
+  constexpr unsigned kPerWord = 4 / sizeof(T);
+  uint4 raw;
+  memcpy(&raw, &v, sizeof(raw));
+  const unsigned word = w / kPerWord;
+  const unsigned low = word & 1 ? raw.y : raw.x, high = word & 1 ? raw.w : raw.z, bits = word & 2 ? high : low;
+  return widen(from_bits<T>(sizeof(T) == 4 ? bits : bits >> w % kPerWord * 16 & 0xffff));
+}
+
 // The greatest of so many even shares of `n`, of a number that is a power of two or three times one.
 __device__ __forceinline__ int share(int n, unsigned shares) {
   const unsigned twos = __ffs(shares) - 1;
@@ -143,7 +154,7 @@ struct Row {
 
   // Sends for the beginning of the slice, to L2.
   __device__ __forceinline__ void prefetch() const {
-    constexpr int kAhead = 8;
+    constexpr int kAhead = 2;
 #pragma unroll
     for (int d = 0; d < kAhead; d++) {
       const int j = begin + threadIdx.x + d * kThreads;

@@ -463,21 +463,25 @@ struct Kept : Cut {
   static constexpr bool kBrackets =
       kVariant.searches == Searches::kRanked && kVariant.truncates == Truncates::kProposed && kVariant.cuts_duplicates;
   // Loads in flight for the pass that does little else.
-  static constexpr int kLight = kVariant.in_flight > 0 ? kVariant.in_flight : kThreads > 512 ? 2 : 4;
+  static constexpr int kLight = kVariant.in_flight > 0 ? kVariant.in_flight : kThreads > 512 ? 3 : 4;
   friend struct Alternatives;
   typedef Row<T, (C > 1)> TeamRow;
 
-  // The sample: a few vectors a thread, evenly from the row.
+  // The sample: a few vectors a thread, in pieces evenly from the row. A piece is what memory reads at once. Single
+  // vectors would have it read four times as many bytes, most of them again when the pass comes to them.
   struct Sampled {
     static constexpr int kSize = kThreads * Row<T>::kWidth > 4096 ? kThreads * Row<T>::kWidth : 4096;
     static constexpr int kVectors = kSize / kThreads / Row<T>::kWidth;
+    static constexpr int kPiece = 64 / sizeof(uint4), kPieces = kThreads * kVectors / kPiece;
     Vector<T> vectors[kVectors];
 
     __device__ explicit Sampled(const TeamRow& row) {
+      const int last = max(row.vectors() - kPiece, 0), phase = (int)((size_t)row.data / sizeof(uint4) % kPiece);
 #pragma unroll
       for (int i = 0; i < kVectors; i++) {
         const int at = threadIdx.x + i * kThreads;
-        vectors[i] = row.load_global((int)((long long)at * row.vectors() / (kThreads * kVectors)));
+        const int start = (int)((long long)(at / kPiece) * (last + 1) / kPieces);
+        vectors[i] = row.load_global(min(max(start - (start + phase) % kPiece, 0) + at % kPiece, row.vectors() - 1));
       }
     }
     __device__ __forceinline__ float operator()(int i, int w) const { return widen(vectors[i].at[w]); }
@@ -1123,19 +1127,21 @@ struct Kept : Cut {
     float sum;
   };
 
-  // Notes the elements of a vector that reach the threshold. Where there is no room they are only counted.
+  // Notes the elements of a vector that reach the threshold. Where there is no room they are only counted. Most have
+  // one: to store each under a condition of its own takes more instructions than to look for it.
   static __device__ __forceinline__ void note(const Vector<T>& v, int first, float threshold, Elements* slice,
                                               unsigned* slots) {
-    unsigned count = 0;
+    unsigned reach = 0;
 #pragma unroll
-    for (int w = 0; w < Row<T>::kWidth; w++) count += widen(v.at[w]) >= threshold;
-    if (count == 0) return;
+    for (int w = 0; w < Row<T>::kWidth; w++) reach |= widen(v.at[w]) >= threshold ? 1u << w : 0;
+    if (reach == 0) return;
+    const unsigned count = __popc(reach);
     unsigned slot = shared_add(slots, count);
     if (slot + count > kCandidates) return;
-#pragma unroll
-    for (int w = 0; w < Row<T>::kWidth; w++) {
-      const float x = widen(v.at[w]);
-      if (x >= threshold) slice->keys[slot] = key_of(x), slice->positions[slot] = first + w, slot++;
+#pragma unroll 1
+    for (; reach; reach &= reach - 1, slot++) {
+      const unsigned w = __ffs(reach) - 1;
+      slice->keys[slot] = key_of(element(v, w)), slice->positions[slot] = first + w;
     }
   }
 
