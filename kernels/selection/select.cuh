@@ -116,16 +116,19 @@ struct Bound {
 };
 
 // `Request` in src/selection/cuda.rs.
+//
+// What is needed to send for a row comes first: parameters arrive by lines of 64 bytes, the first of which has 48 of them.
 struct Request {
   const void* scores;
   long long pitch;
+  int width, k;
   Bound start, end;
   unsigned* positions;
   float* values;      // or null
   unsigned* counts;
   unsigned* routes;   // or null: four counters a row
   unsigned* workspace;
-  int width, k, capacity, stride;
+  int capacity, stride;
   float margin;  // how many times K the primary cutoff aims at; 0: deviations say it
   float deviations;
   int order, band, fixed_stride;
