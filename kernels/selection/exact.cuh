@@ -443,9 +443,24 @@ struct ExactSelector {
     const int n = place.count + place.above;
     const List all = own_list(), bucketed = {n};
     clear(buckets());
+    // As many as a thread has of K = 2048 and a bin are read once.
+    constexpr int kOwn = 6;
+    u64 own[kOwn];
+#pragma unroll
+    for (int e = 0; e < kOwn; e++) {
+      const int i = threadIdx.x + e * kThreads;
+      own[e] = i < n ? all[i] : 0;
+    }
+    const auto for_each = [&](auto f) {
+#pragma unroll
+      for (int e = 0; e < kOwn; e++) {
+        if ((int)threadIdx.x + e * kThreads < n) f(own[e]);
+      }
+#pragma unroll 1
+      for (int i = threadIdx.x + kOwn * kThreads; i < n; i += kThreads) f(all[i]);
+    };
     unsigned least = ~0u, most = 0;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < n; i += kThreads) least = min(least, key_in(all[i])), most = max(most, key_in(all[i]));
+    for_each([&](u64 rank) { least = min(least, key_in(rank)), most = max(most, key_in(rank)); });
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
     if (lane == 0) state().low[warp] = least, state().high[warp] = most;
@@ -455,20 +470,15 @@ struct ExactSelector {
     const float part = __fdividef(kBins * 4294963200.0f, (float)(most - least) + 1.0f);
     const unsigned scale = (unsigned)fminf(part, 4294967040.0f);
     const auto bucket = [&](u64 rank) { return min(__umulhi(key_in(rank) - least, scale), kBins - 1u); };
-#pragma unroll 4
-    for (int i = threadIdx.x; i < n; i += kThreads) count_in(buckets(), bucket(all[i]));
+    for_each([&](u64 rank) { count_in(buckets(), bucket(rank)); });
     __syncthreads();
     unsigned* ends = histogram();
-    const FromTop own(buckets());
-    unsigned before = sum_before(own.sum);
+    const FromTop counts(buckets());
+    unsigned before = sum_before(counts.sum);
 #pragma unroll
-    for (int i = 0; i < FromTop::kOwn; i++) ends[own.top - i] = before, before += own.own[i];
+    for (int i = 0; i < FromTop::kOwn; i++) ends[counts.top - i] = before, before += counts.own[i];
     __syncthreads();
-#pragma unroll 4
-    for (int i = threadIdx.x; i < n; i += kThreads) {
-      const u64 rank = all[i];
-      bucketed[shared_add(&ends[bucket(rank)], 1)] = rank;
-    }
+    for_each([&](u64 rank) { bucketed[shared_add(&ends[bucket(rank)], 1)] = rank; });
     __syncthreads();
 #pragma unroll 1
     for (unsigned i = threadIdx.x; i < chosen.above + chosen.inside; i += kThreads) {

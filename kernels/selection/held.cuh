@@ -5,6 +5,9 @@
 // which reach it. When the last part is there these are numbered, and looked up on chip, each by a thread of its own (3). So
 // nothing is read twice, and what is done for a candidate is done by all lanes of a warp, not by those that have one: what
 // every warp does costs the time of all.
+//
+// All rows are read from their first part on. Rows that lie some power of two apart, and are read in step, were turned to
+// begin with a part each, as other mappings do, and 128 of 32K took 21.0 us by that where they take 14.8.
 #pragma once
 
 #include "../common/cluster.cuh"
@@ -15,6 +18,7 @@ constexpr int kParts = 8;
 constexpr int kPart = kDepth * kThreads;
 // Scores of a row, as whole vectors of all threads, at most: `NUMBERED` in src/selection/plan.rs.
 constexpr int kNumbered = 1 << 16;
+static_assert(sizeof(State) + kParts * sizeof(Mail) + 1024 <= 8 << 10, "src/selection/plan.rs plans for as much");
 
 template <class T>
 struct HeldRow {
@@ -27,12 +31,7 @@ struct HeldRow {
   const Request& request;
   const Span<T> span;
   const int parts;
-  // The part that is read first: rows that lie some power of two apart, and are read in step, would all want the same of
-  // memory's channels.
-  const int begins;
   Mail* const arrived;  // of each part
-
-  __device__ __forceinline__ int turned(int i) const { return i + begins - (i + begins >= parts ? parts : 0); }
 
   // In the place of the order of the selected.
   __device__ __forceinline__ uint4* held() const { return reinterpret_cast<uint4*>(List{request.capacity}.at()); }
@@ -49,7 +48,7 @@ struct HeldRow {
   }
   // The first part: the sample would come late behind more.
   __device__ __forceinline__ void send_first(const Span<T>& of) const {
-    if (threadIdx.x == 0) send(of, begins);
+    if (threadIdx.x == 0) send(of, 0);
   }
   // The others, as soon as some of the sample is there.
   __device__ __forceinline__ void send_others(const Span<T>& of, const Vector<T>& sampled) const {
@@ -58,7 +57,7 @@ struct HeldRow {
     memcpy(&word, &sampled, sizeof(word));
     forget_value(word);
 #pragma unroll 1
-    for (int i = 1; i < parts; i++) send(of, turned(i));
+    for (int part = 1; part < parts; part++) send(of, part);
   }
   // Until all that was sent for is there.
   __device__ __forceinline__ void await_all() const {
@@ -93,8 +92,7 @@ struct HeldRow {
     const T below = below_of<T>(cut);
     unsigned mine = 0;
 #pragma unroll 1
-    for (int i = 0; i < parts; i++) {
-      const int part = turned(i);
+    for (int part = 0; part < parts; part++) {
       arrived[part].wait(0);
       Vector<T> v[kDepth];
       recall(part, loaded, v);
@@ -173,7 +171,6 @@ template <class T>
 __device__ void select_held(const Request& request) {
   __shared__ Mail arrived[kParts];
   const long long row = blockIdx.x;
-  const long long raw_start = request.start.raw(row, 0), raw_end = request.end.raw(row, request.width);
   const T* data = static_cast<const T*>(request.scores) + row * request.pitch;
   const Span<T> full(data, 0, request.width);
   const int parts = (full.high + kPart * Span<T>::kWidth - 1) / (kPart * Span<T>::kWidth);
@@ -184,13 +181,14 @@ __device__ void select_held(const Request& request) {
 #pragma unroll 1
     for (int part = 0; part < parts; part++) arrived[part].open();
   }
-  const int begins = (int)row & ((1 << log_of(parts)) - 1);
-  if (early) HeldRow<T>{request, full, parts, begins, arrived}.send_first(full);
+  if (early) HeldRow<T>{request, full, parts, arrived}.send_first(full);
   begin();
+  // Not sent for before the barrier: the compiler would wait for them there.
+  const long long raw_start = request.start.raw(row, 0), raw_end = request.end.raw(row, request.width);
   const int start = Bound::inside(raw_start, request.width), end = Bound::inside(raw_end, request.width);
   const Selector<T> selector(request, row, start, end, 1);
   const Span<T> span(data, start, max(end - start, 0)), loaded = early ? full : span;
-  const HeldRow<T> held = {request, span, parts, begins, arrived};
+  const HeldRow<T> held = {request, span, parts, arrived};
   if (!early) held.send_first(span);
   const bool trivial = is_trivial(request, selector.scores.length);
   if (trivial || selector.fits()) {
@@ -212,7 +210,7 @@ __device__ void select_held(const Request& request) {
   const unsigned first = Selector<T>::places(mine);
   __syncthreads();
   const unsigned n = state().kept;
-  if (threadIdx.x == 0) state().counters.read += n ? selector.scores.length : 0;
+  if (threadIdx.x == 0) state().counters.read += selector.scores.length;
   if (n <= request.k || n > request.capacity || request.stride == 1) {
     __syncthreads();
     return select_held_anew(selector.apart(), proposal);

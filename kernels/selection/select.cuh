@@ -56,6 +56,12 @@
 // way to shared memory 30.4 and 32.3, as what puts them there and takes them away costs instructions; a queue of positions
 // 29.3.
 //
+// Short rows: 128 of 8K take 8.0 us. A kernel that does nothing takes 3.3 of them, in clusters or not. The last scores are
+// there, and counted, 3,000 cycles after a block has begun, and 4,000 more go to steps each of which waits for the one before.
+// Half of the threads with twice the scores take 8.5 us. Where each lane counts in bytes of its own, in a bank that no other
+// has, it is 9.2: counting waits for the scores, and the bytes are to be summed. Bounds of rows that nothing waits for, and
+// warps that write what they have by themselves, change nothing.
+//
 // Held rows: counting takes four cycles of a multiprocessor for each warp's atomic to shared memory, whether all its lanes
 // count or few.
 //
@@ -116,16 +122,19 @@ struct Bound {
 };
 
 // `Request` in src/selection/cuda.rs.
+//
+// What is needed to send for a row comes first: parameters arrive by lines of 64 bytes, the first of which has 48 of them.
 struct Request {
   const void* scores;
   long long pitch;
+  int width, k;
   Bound start, end;
   unsigned* positions;
   float* values;      // or null
   unsigned* counts;
   unsigned* routes;   // or null: four counters a row
   unsigned* workspace;
-  int width, k, capacity, stride;
+  int capacity, stride;
   float margin;  // how many times K the primary cutoff aims at; 0: deviations say it
   float deviations;
   int order, band, fixed_stride;

@@ -31,6 +31,8 @@ struct Bound {
 struct Request {
     scores: u64,
     pitch: i64,
+    width: i32,
+    k: i32,
     start: Bound,
     end: Bound,
     positions: u64,
@@ -38,8 +40,6 @@ struct Request {
     counts: u64,
     routes: u64,
     workspace: u64,
-    width: i32,
-    k: i32,
     capacity: i32,
     stride: i32,
     margin: f32,

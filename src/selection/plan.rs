@@ -408,7 +408,7 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
 // |   8 |  32K |  8:  8.5, 4: 10.1|                  |           |      |
 // |  32 |  32K |  2: 11.4, 4: 15.5|  2: 14.1         |           |      |
 // |  64 |  32K |  2: 11.7, 1: 16.2|  2: 14.6         |           | 12.5 |
-// | 128 |  32K |  1: 17.3         |                  |      15.8 | 14.2 |
+// | 128 |  32K |  1: 17.3         |                  |      15.8 | 14.8 |
 // | 256 |  32K |                  |                  |      22.9 | 24.8 |
 // |   1 |  64K | 16:  9.3, 8:  9.8|                  |           |      |
 // |   8 |  64K |  8:  9.7         |                  |           |      |
@@ -421,8 +421,8 @@ fn check_mapping(mapping: Mapping, request: &PlanRequest) -> Result<Mapping> {
 // |   1 | 256K | 16: 10.9         | 16: 12.0         |           |      |
 // |   8 | 256K |  8: 15.5         |  8: 13.5         |           |      |
 //
-// 128 rows of 64K of BF16 take 19.0 by blocks, and 17.7 held. Held rows were measured as of 095f73b: their parts read in
-// turn, as they are since, 128 rows of 16K and 32K take 14.2 and 20.5, so that no shape is planned to be held that way.
+// 128 rows of 64K of BF16 take 19.0 by blocks, and 17.7 held. So what is more than half of the multiprocessors has rows for,
+// and more than counting is worth, is held where it fits.
 //
 // A sampled row (us):
 //
@@ -497,6 +497,10 @@ fn mapping(request: &PlanRequest) -> Mapping {
         }
     }
     match m <= device.multiprocessors {
+        // An exact proposal looks at all of a row first, and there is no more of it to hold.
+        true if device.capability == (9, 0) && stride != Some(1) && is_held_alone(request) => {
+            Mapping::Held
+        }
         true => Mapping::RowLocal,
         false => Mapping::Block,
     }
@@ -585,7 +589,9 @@ mod tests {
         assert_eq!(h200(32, 131_072)?, Mapping::Cluster(2));
         assert_eq!(h200(64, 32_768)?, Mapping::Exact(2));
         assert_eq!(h200(128, 16_384)?, Mapping::Exact(1));
-        assert_eq!(h200(128, 32_768)?, Mapping::RowLocal);
+        assert_eq!(h200(128, 32_768)?, Mapping::Held);
+        assert_eq!(h200(64, 40_960)?, Mapping::Cluster(2));
+        assert_eq!(h200(128, 40_961)?, Mapping::RowLocal);
         assert_eq!(h200(128, 65_536)?, Mapping::RowLocal);
         assert_eq!(h200(256, 32_768)?, Mapping::Block);
         assert_eq!(h200(64, 262_144)?, Mapping::Cluster(2));

@@ -1,5 +1,6 @@
 // kernels/common/cluster.cuh on the CPU. What is sent arrives at once; how long it takes is left to the
-// random order of the warps.
+// random order of the warps. A bulk copy arrives while somebody waits, after the others or before, so that what is
+// read without a wait is not there.
 #pragma once
 
 #include <emulator/device.hpp>
@@ -7,6 +8,8 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <type_traits>
 
 inline unsigned cluster_index() { return blockIdx.x / emulator::blocks_of_cluster(); }
 inline void cluster_arrive_relaxed() {
@@ -34,19 +37,29 @@ struct Mail {
     while (true) {
       change([&] { over = (phase & 1) != (round & 1); });
       if (over) return;
+      deliver_some();
       emulator::yield();
     }
   }
   void fetch(uint4* to, const void* from, unsigned size) {
     if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || size % 16) fail("a bulk copy that is not aligned");
-    memcpy(to, from, size);
-    change([&] { bytes -= (int)size; });
+    emulator::copies().push_back({to, from, size, this});
   }
   void send(unsigned* to, unsigned word, unsigned member) { put(to, word, member); }
   void send(unsigned long long* to, unsigned long long word, unsigned member) { put(to, word, member); }
   void send(uint4* to, uint4 words, unsigned member) { put(to, words, member); }
 
  private:
+  // One of the block's bulk copies, now and then.
+  static void deliver_some() {
+    auto& copies = emulator::copies();
+    if (copies.empty() || emulator::random() % 64) return;
+    const size_t which = emulator::random() % copies.size();
+    const emulator::Copy copy = copies[which];
+    copies.erase(copies.begin() + which);
+    memcpy(copy.to, copy.from, copy.size);
+    ((Mail*)copy.mail)->change([&](Mail& its) { its.bytes -= (int)copy.size; });
+  }
   static void fail(const char* what) {
     fprintf(stderr, "%s\n", what);
     abort();

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 // Before names of CUDA are defined that their attributes use, too.
 #include <atomic>
 #include <chrono>
@@ -65,6 +66,17 @@ bool sync_threads_or(bool said);
 void exchange(const void* what, unsigned mask, uint64_t said, uint64_t (&all)[32]);
 // Lets other fibers run.
 void yield();
+// A bulk copy, and to whom it is said that it is there.
+struct Copy {
+  void* to;
+  const void* from;
+  unsigned size;
+  void* mail;
+};
+// Those of the block that are on their way.
+std::vector<Copy>& copies();
+// Of the block's random order.
+unsigned random();
 unsigned dynamic_bytes();
 unsigned blocks_of_cluster();
 unsigned rank_in_cluster();

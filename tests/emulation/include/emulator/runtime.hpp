@@ -118,6 +118,7 @@ struct Block {
   unsigned rank, dynamic_bytes, arrived = 0;
   std::function<void()> kernel;
   std::mt19937 random;
+  std::vector<emulator::Copy> copies;
   bool anybody = false, anybody_before = false;  // at a barrier, and at the last one
   void* scheduler = nullptr;
   unsigned current = 0;
@@ -279,6 +280,8 @@ void exchange(const void* what, unsigned mask, uint64_t said, uint64_t (&all)[32
   for (unsigned lane = 0; lane < 32; lane++) all[lane] = block->fibers[first + lane].said[turn];
 }
 void yield() { block->stop(State::runs); }
+std::vector<Copy>& copies() { return block->copies; }
+unsigned random() { return block->random(); }
 unsigned dynamic_bytes() { return block->dynamic_bytes; }
 unsigned blocks_of_cluster() { return block->cluster.blocks; }
 unsigned rank_in_cluster() { return block->rank; }
@@ -343,6 +346,7 @@ void launch(unsigned rows, unsigned blocks, unsigned threads, unsigned dynamic_b
         cluster.started++;
         while (cluster.started < blocks) sched_yield();
         own.run();
+        if (!own.copies.empty()) Block::fail("the end of a block whose bulk copies are on their way");
         cluster.gone[rank] = true;
         const char* const end = (const char*)dynamic + sizeof(dynamic);
         if (std::any_of((const char*)dynamic + dynamic_bytes, end, [](char c) { return c != (char)0xa5; })) {
