@@ -195,6 +195,31 @@ struct Row {
     return threadIdx.x < (end - begin > 1 ? 2 : end - begin) && (first(*at) < 0 || first(*at) + kWidth > size);
   }
 
+  // f(vector, position of its first) for every vector of the slice. For a pass that computes: so many ahead.
+  template <int kDepth, class F>
+  __device__ __forceinline__ void for_each_vector(F f) const {
+    int j = begin + threadIdx.x;
+    Vector<T> v[kDepth];
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+      if (j + d * kThreads < end) v[d] = load(j + d * kThreads);
+    }
+#pragma unroll 1
+    for (; j < end; j += kDepth * kThreads) {
+      Vector<T> next[kDepth];
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
+        if (j + (d + kDepth) * kThreads < end) next[d] = load(j + (d + kDepth) * kThreads);
+      }
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
+        if (j + d * kThreads < end) f(v[d], first(j + d * kThreads));
+      }
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) v[d] = next[d];
+    }
+  }
+
   // f(logit, position) for every element of the slice once, and with -inf for the few positions
   // outside the row that its outer vectors hold. For a pass that computes: one vector ahead, and one
   // copy of f in the code.

@@ -96,7 +96,7 @@ __device__ __noinline__ void mask_rest(const Kept<T, C>* of_row, float own_best,
   const float high = open ? kept.left_open().high : low;
   // In place, no member may still be reading; and none may end while it is read. Where the cut is open, all have read
   // what is not their own before they told each other of the bracket, and wait for each other below.
-  if (!open) Team<C>::sync();
+  if (!open && !kept.settled) Team<C>::sync();
   write_slice<T, C>(row, out, low, high, open, kept.cut_end, &kept.shared.slice, &kept.left_open().slots);
   if (!open) return;
   // What turns out not to be kept is overwritten.

@@ -146,44 +146,71 @@ __device__ unsigned invert_on_chip(const Kept<T, C>& kept, u64 draw, Mass* mass)
   return ~found.key;
 }
 
-// The masses of what is kept of each segment. Of what equals a bound those below a position are kept; or, where the cut
-// is still open, what lies between two bounds is noted.
+// The masses of what is kept of each segment: of so many tiles of a warp's vectors. Of what equals a bound those below a
+// position are kept; or, where the cut is still open, what lies between two bounds is noted. A warp has a tile of loads in
+// flight while it looks at the one before, beyond the ends of segments.
 template <class T, int C>
-static __device__ __noinline__ void sum_segments(const typename Kept<T, C>::TeamRow row, const Softmax softmax, int length,
+constexpr int kTileDepth = C == 1 ? 2 : 1;
+template <class T, int C, Exponents kExponents>
+static __device__ __noinline__ void sum_segments(const typename Kept<T, C>::TeamRow row, const Softmax softmax, int tiles,
                                                  float low, float high, bool open, unsigned end_of_equal, Mass* segments,
                                                  Elements* slice, unsigned* slots) {
-  const int lane = threadIdx.x % 32;
+  constexpr int kDepth = kTileDepth<T, C>, kTile = kDepth * 32;
+  const Weights<kExponents> weights(softmax);
+  const int lane = threadIdx.x % 32, length = tiles * kTile;
+  int segment = threadIdx.x / 32, left = tiles, j = row.begin + segment * length + lane;
+  typename Weights<kExponents>::Sum sum;
+  unsigned equal = 0;
+  Vector<T> v[kDepth];
+#pragma unroll
+  for (int d = 0; d < kDepth; d++) {
+    if (j + d * 32 < row.end) v[d] = row.load(j + d * 32);
+  }
 #pragma unroll 1
-  for (int s = threadIdx.x / 32; s < kSegments; s += kWarps) {
-    const int begin = row.begin + s * length, end = min(begin + length, row.end);
-    Mass mass = {0, 0};
-    Vector<T> v;
-    if (begin + lane < end) v = row.load(begin + lane);
-#pragma unroll 1
-    for (int j = begin + lane; j < end; j += 32) {
-      Vector<T> next;
-      if (j + 32 < end) next = row.load(j + 32);
+  while (j - lane < row.end) {
+    const bool ends = left == 1 || j - lane + kTile >= row.end;
+    const int ahead = ends ? row.begin + (segment + kWarps) * length + lane : j + kTile;
+    Vector<T> next[kDepth];
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+      if (ahead + d * 32 < row.end) next[d] = row.load(ahead + d * 32);
+    }
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
+      if (j + d * 32 >= row.end) continue;
       bool any = false;
 #pragma unroll
       for (int w = 0; w < Row<T>::kWidth; w++) {
-        const float x = widen(v.at[w]);
-        if (x > high) mass = mass + Mass{softmax.mass(x), 0};
-        any |= x >= low && x <= high;
+        const float x = widen(v[d].at[w]);
+        sum.add(weights.of(x, x > high));
+        any |= x >= low && !(x > high);
       }
       if (any && open) {
-        Kept<T, C>::note_open(v, row.first(j), low, high, slice, slots);
+        Kept<T, C>::note_open(v[d], row.first(j + d * 32), low, high, slice, slots);
       } else if (any) {
-        unsigned equal = 0;
 #pragma unroll
         for (int w = 0; w < Row<T>::kWidth; w++) {
-          equal += widen(v.at[w]) == low && (unsigned)(row.first(j) + w) < end_of_equal;
+          equal += widen(v[d].at[w]) == low && (unsigned)(row.first(j + d * 32) + w) < end_of_equal;
         }
-        mass = mass + times(mass_of_few(softmax, low), equal);
       }
-      v = next;
     }
-    mass = warp_sum(mass);
-    if (lane == 0) segments[s] = mass;
+    if (ends) {
+      Mass mass = sum.mass();
+      if (equal > 0) mass = mass + times(mass_of_few(softmax, low), equal);
+      __syncwarp();
+      mass = warp_sum(mass);
+      if (lane == 0) segments[segment] = mass;
+      sum = {}, equal = 0, segment += kWarps, left = tiles;
+    } else {
+      left--;
+    }
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) v[d] = next[d];
+    j = ahead;
+  }
+#pragma unroll 1
+  for (; segment < kSegments; segment += kWarps) {
+    if (lane == 0) segments[segment] = {0, 0};
   }
 }
 
@@ -207,18 +234,22 @@ __device__ __noinline__ Inverted invert_in_memory(const Kept<T, C>* of_row, u64 
     }
     return mass;
   };
-  const int length = (row.end - row.begin + kSegments - 1) / kSegments;
+  constexpr int kTile = kTileDepth<T, C> * 32;
+  const int tiles = max((row.end - row.begin + kTile * kSegments - 1) / (kTile * kSegments), 1), length = tiles * kTile;
   const bool open = kept.open;
-  const float low = open ? kept.left_open().low : greatest_up_to(kept.cut_key);
-  const float high = open ? kept.left_open().high : low;
+  const float high = open ? kept.left_open().high : greatest_up_to(kept.cut_key);
+  // Where nothing that equals it is kept, nothing is to be looked for.
+  const float low = open ? kept.left_open().low : kept.cut_end > 0 ? high : CUDART_NAN_F;
   __syncthreads();
-  sum_segments<T, C>(row, kept.softmax, length, low, high, open, kept.cut_end, segments, &kept.shared.slice,
-                     &kept.left_open().slots);
+  by_exponents(kept.softmax, length, [&](auto way) {
+    sum_segments<T, C, way.kWay>(row, kept.softmax, tiles, low, high, open, kept.cut_end, segments, &kept.shared.slice,
+                                 &kept.left_open().slots);
+  });
   if (open) kept.settle();
   __syncthreads();
   Mass mine = threadIdx.x < kSegments ? segments[threadIdx.x] : Mass{0, 0};
   if (open && threadIdx.x < kSegments) {
-    const int begin = row.begin + threadIdx.x * length, end = min(begin + length, row.end);
+    const int begin = min(row.begin + (int)threadIdx.x * length, row.end), end = min(begin + length, row.end);
     const int from = row.first(begin), to = row.first(end);
 #pragma unroll 1
     for (int i = 0; i < kept.gathered; i++) {
@@ -232,7 +263,17 @@ __device__ __noinline__ Inverted invert_in_memory(const Kept<T, C>* of_row, u64 
   // One segment a thread; the sum over those before it is exact in any order.
   Mass own, total;
   const Mass start = block_exclusive_sum(mine, Mass{0, 0}, AddSums(), &own);
-  const Mass before = team_exclusive_sum<C>(own, Mass{0, 0}, AddSums(), &total);
+  Mass before = {0, 0};
+  total = own;
+  if constexpr (C > 1) {
+    // The first that the members say here: none reads an earlier word.
+    __shared__ Mass said;
+    if (threadIdx.x == 0) said = own;
+    Team<C>::sync();
+    const unsigned lane = threadIdx.x % 32;
+    const Mass its = lane < Team<C>::size() ? *Team<C>::at(&said, lane) : Mass{0, 0};
+    total = warp_sum(its), before = warp_sum(lane < Team<C>::rank() ? its : Mass{0, 0});
+  }
   Mass point = inverted(total, draw);
   if (point < before || !(point < before + own)) return {~0u, total};
   point = point - before;

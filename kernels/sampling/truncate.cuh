@@ -114,22 +114,24 @@ struct alignas(16) Histogram {
 
 constexpr int kSegments = 256;
 
-// Values between two of a row, in bins of even width: `kBinsOf<C>` of them.
-template <int C>
-constexpr int kBinsOf = C == 1 ? 1024 : 512;
+// Values between two of a row, in bins of even width.
+constexpr int kBracketBins = 512;
 struct Bracket {
   float low, high;
   float bins;  // to a unit
 
   // For values inside. The greater the value, the higher its bin, as every rounding keeps the order.
-  template <int C>
-  __device__ __forceinline__ int bin(float x) const {
-    return (int)min(__float2uint_rz((x - low) * bins), kBinsOf<C> - 1u);
+  __device__ __forceinline__ unsigned bin(float x) const {
+    return min(__float2uint_rz((x - low) * bins), kBracketBins - 1u);
   }
 };
-template <int C>
 struct alignas(16) BracketHistogram {
-  unsigned counts[kBinsOf<C>], mass0[kBinsOf<C>], mass1[kBinsOf<C>], mass2[kBinsOf<C>];
+  unsigned counts[kBracketBins], mass0[kBracketBins], mass1[kBracketBins], mass2[kBracketBins];
+};
+// What is inside, as far as there is room.
+struct alignas(16) Inside {
+  static constexpr unsigned kMost = kCandidates / 4 * 3;
+  unsigned keys[kMost], positions[kMost];
 };
 
 // The best of a row in order, found first in any order.
@@ -242,6 +244,14 @@ __device__ __forceinline__ void add_mass(H* histogram, unsigned bin, u64 mass) {
   if (high && shared_add(&histogram->mass1[bin], high) > ~high) shared_add(&histogram->mass2[bin], 1);
 }
 
+// The elements of a bin that are settled by comparisons: a member's, and what the members have sent.
+template <int C>
+struct alignas(16) Few {
+  static constexpr unsigned kMost = 32;
+  u64 own[kMost], heard[C][kMost];
+  unsigned slots, counts[C];
+};
+
 // Room for a truncation's state: `Kept::apart`.
 struct alignas(16) Apart {
   unsigned char bytes[256];
@@ -254,7 +264,10 @@ struct alignas(16) Shared {
   union {
     Top top;
     struct {
-      Mass segments[kSegments];
+      union {
+        Mass segments[kSegments];
+        Few<C> few;
+      };
       Apart apart;
     };
   };
@@ -263,7 +276,12 @@ struct alignas(16) Shared {
       Elements gathered, slice;
     };
     Histogram histogram;
-    BracketHistogram<C> bracketed;
+    struct {
+      BracketHistogram bracketed;
+      Inside inside;
+      // Of the team's bins.
+      Mass sums[kBracketBins];
+    };
   };
 };
 template <>
@@ -271,7 +289,10 @@ struct alignas(16) Shared<1> {
   union {
     Top top;
     struct {
-      Mass segments[kSegments];
+      union {
+        Mass segments[kSegments];
+        Few<1> few;
+      };
       Apart apart;
     };
   };
@@ -279,10 +300,12 @@ struct alignas(16) Shared<1> {
     Elements gathered;
     Elements slice;
     Histogram histogram;
-    BracketHistogram<1> bracketed;
+    struct {
+      BracketHistogram bracketed;
+      Inside inside;
+    };
   };
 };
-static_assert(sizeof(BracketHistogram<8>) <= sizeof(Elements), "no member notes elements where another still counts");
 static_assert(sizeof(Shared<1>) == 4352 + (32 << 10) || sizeof(Shared<8>) == 4352 + (32 << 10),
               "src/sampling/cuda.rs asks for as much");
 
@@ -437,6 +460,8 @@ struct Cut {
   float scale;
   // How often the members have told each other what a pass has found, and sent what they gathered.
   unsigned rounds = 0, sendings = 0;
+  // The same of what is in a bracket: its bins, and the few of one bin.
+  unsigned bin_rounds = 0, few_rounds = 0;
   // Where the row is on chip, the greatest of what the thread has looked at, and of the row: NaN if it
   // holds one.
   float own_best, row_best;
@@ -444,6 +469,8 @@ struct Cut {
   float own_sum;
   // Whether a member may be read by another: it may not end then.
   mutable bool reads = false;
+  // Whether all members are known to have read what they read of others, and of the row before it is written.
+  bool settled = false;
 
   // Shared memory holds the `gathered` elements of the whole row whose keys lie in [low, high].
   unsigned low, high;
@@ -552,7 +579,7 @@ struct Kept : Cut {
     } else {
       const bool staged = stage();
       if (threadIdx.x == 0) {
-        for (int i = 0; i < 3; i++) mail(i).open();
+        for (int i = 0; i < 5; i++) mail(i).open();
         nth_greatest() = 0;
       }
       Team<C>::arrive();
@@ -589,11 +616,13 @@ struct Kept : Cut {
     }
   }
 
-  // Of the greatest logits of parts of the row; of what a pass finds; of what it gathers.
+  // Of the greatest logits of parts of the row; of what a pass finds; of what it gathers; and what a bracket holds.
   static __device__ __forceinline__ Mail& mail(int kind) {
-    __shared__ Mail boxes[3];
+    __shared__ Mail boxes[5];
     return boxes[kind];
   }
+  static __device__ __forceinline__ Mail& bin_mail() { return mail(3); }
+  static __device__ __forceinline__ Mail& few_mail() { return mail(4); }
 
   // Of the parts' greatest logits, the one that is proposed.
   static __device__ __forceinline__ unsigned& nth_greatest() {
@@ -622,6 +651,12 @@ struct Kept : Cut {
 
   // How many elements the pass has noted.
   static __device__ __forceinline__ unsigned& noted() {
+    __shared__ unsigned slots;
+    return slots;
+  }
+
+  // How many elements a pass has listed of a bracket.
+  static __device__ __forceinline__ unsigned& listed() {
     __shared__ unsigned slots;
     return slots;
   }
@@ -846,7 +881,10 @@ struct Kept : Cut {
       if (open) ties = resolve();
       min_p(&ties);
     }
-    if (!open && ties) cut_end = kVariant.cuts_duplicates ? position_of_tie(ties) : ~0u;
+    if (!open && ties) {
+      cut_end = kVariant.cuts_duplicates ? position_of_tie(ties) : ~0u;
+      settled = false;
+    }
   }
 
   // The sum of the weights that the pass has not gathered, of all members. By whole warps.
@@ -1923,8 +1961,14 @@ struct Kept : Cut {
       return;
     }
     Found<Weight> found;
-    if (cut_in_bracket<Weight>(bracket, of_kept ? kept_key + 1 : kNegInfinityKey + 1, sums.above, target, &found)) {
+    Last last;
+    const Known known =
+        cut_in_bracket<Weight>(bracket, of_kept ? kept_key + 1 : kNegInfinityKey + 1, sums, target, &found, &last);
+    if (known == Known::kKey) {
       cut_key = found.key, *ties = ties_for(target - found.above, mass_of_few(softmax, value_of(found.key)));
+    } else if (known == Known::kElement) {
+      cut_key = last.key, *ties = last.ties;
+      if (!limited || !joint) cut_end = last.end, *ties = 0;
     }
     if (limited && joint) {
       if (open) *ties = resolve();
@@ -1945,9 +1989,16 @@ struct Kept : Cut {
     if (numbers == 0) return true;
     softmax = Softmax(value_of(best_key), limits.temperature);
     cut_key = kNegInfinityKey;
+    if (k >= numbers) return false;
     Found<Count> found;
-    if (k < numbers && cut_in_bracket<Count>(bracket, kNegInfinityKey + 1, sums.above, k, &found)) {
+    Last last;
+    const Known known = cut_in_bracket<Count>(bracket, kNegInfinityKey + 1, sums, k, &found, &last);
+    if (known == Known::kKey) {
       cut_key = found.key, *ties = k - found.above;
+    } else if (known == Known::kElement) {
+      cut_key = last.key, *ties = last.ties;
+      // What else there may be to do needs no more than the key.
+      if (!(limits.top_p < 1.0f)) cut_end = last.end, *ties = 0;
     }
     return false;
   }
@@ -2034,7 +2085,7 @@ struct Kept : Cut {
     // The deviation of the sum above a cut from its share.
     const float above = (float)said.squares, other = 1.0f - share;
     const float variance = above * other * other + (squares - above) * share * share;
-    const float margin = 4.5f * sqrtf(variance * kUnit) + 2.0f * (scale < 0.0f ? kUnit : 0.0f);
+    const float margin = 4.0f * sqrtf(variance * kUnit) + 2.0f * (scale < 0.0f ? kUnit : 0.0f);
     find(target - margin, [&](int bin, const Both&) { said.highest = bin; });
     find(target + margin, [&](int bin, const Both&) { said.lowest = bin; });
     __syncthreads();
@@ -2051,69 +2102,122 @@ struct Kept : Cut {
     }
     ends = block_reduce(ends, widest);
     const float low = value_of(ends.least), high = value_of(max(ends.least, ends.most));
-    return {low, high, high > low ? kBinsOf<C> / (high - low) : 0.0f};
+    return {low, high, high > low ? kBracketBins / (high - low) : 0.0f};
   }
 
   // What is above a bracket, and in all above a floor.
   template <class M>
   struct Sums {
     typename M::Sum above, whole;
+    bool listed;  // whether the members have listed all of what is inside
   };
+  // A block's.
+  template <class M>
+  static __device__ __noinline__ Sums<M> block_sums(Sums<M> own) {
+    __shared__ typename M::Sum parts[2][kWarps];
+    const int lane = threadIdx.x % 32;
+    own.above = M::warp(own.above), own.whole = M::warp(own.whole);
+    __syncthreads();
+    if (lane == 0) parts[0][threadIdx.x / 32] = own.above, parts[1][threadIdx.x / 32] = own.whole;
+    __syncthreads();
+    own.above = M::warp(lane < kWarps ? parts[0][lane] : M::zero());
+    own.whole = M::warp(lane < kWarps ? parts[1][lane] : M::zero());
+    return own;
+  }
   // A thread's. Where all of the bracket is one value, it is counted here.
   struct Counted {
     unsigned above, whole, inside;
     float best;
-
-    __device__ __forceinline__ void add(float x, const Bracket& bracket, bool one, BracketHistogram<C>* histogram) {
-      whole += x > -CUDART_INF_F;
-      if (x > bracket.high) above++;
-      else if (x >= bracket.low) {
-        if (one) inside++;
-        else shared_count(&histogram->counts[bracket.bin<C>(x)]);
-      }
-    }
   };
   struct Weighed {
     Mass above, whole;
     unsigned inside;
   };
-  static __device__ __noinline__ Counted count_slice(const TeamRow row, const Bracket bracket,
-                                                     BracketHistogram<C>* histogram) {
-    Counted own = {0, 0, 0, -CUDART_INF_F};
-    const bool one = bracket.low == bracket.high;
-    row.template for_each_tile<kLight>([&](const Vector<T>(&v)[kLight], int) {
+  // Whether a pass lists what is inside, for a histogram of the list. What is counted is much for one block.
+  template <class M>
+  static constexpr bool kLists = C > 1 || sizeof(typename M::Sum) != sizeof(unsigned);
+
+  // What a pass does with those inside: a bit each. Beyond the list's end they go into the histogram at once.
+  template <class M>
+  static __device__ __forceinline__ void look_inside(const Vector<T>& v, unsigned those, int first, const Bracket& bracket,
+                                                     const Softmax& softmax, BracketHistogram* histogram, Inside* inside,
+                                                     unsigned* slots, unsigned* count) {
+    if (those == 0) return;
+    if (bracket.low == bracket.high) {
+      *count += __popc(those);
+    } else if constexpr (kLists<M>) {
+      unsigned slot = shared_add(slots, __popc(those));
 #pragma unroll
-      for (int d = 0; d < kLight; d++) {
-        own.best = max_or_nan(own.best, max_or_nan(v[d]));
-#pragma unroll
-        for (int w = 0; w < Row<T>::kWidth; w++) own.add(widen(v[d].at[w]), bracket, one, histogram);
+      for (int w = 0; w < Row<T>::kWidth; w++) {
+        if (!(those >> w & 1)) continue;
+        const unsigned key = key_of(widen(v.at[w]));
+        if (slot < Inside::kMost) inside->keys[slot] = key, inside->positions[slot] = first + w;
+        else tally_inside<M>(softmax, bracket, histogram, key);
+        slot++;
       }
+    } else {
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) {
+        if (those >> w & 1) shared_count(&histogram->counts[bracket.bin(widen(v.at[w]))]);
+      }
+    }
+  }
+  template <class M>
+  static __device__ __noinline__ void tally_inside(const Softmax softmax, const Bracket bracket, BracketHistogram* histogram,
+                                                   unsigned key) {
+    const float x = value_of(key);
+    if constexpr (sizeof(typename M::Sum) == sizeof(unsigned)) shared_count(&histogram->counts[bracket.bin(x)]);
+    else add_mass(histogram, bracket.bin(x), softmax.mass(x));
+  }
+
+  static __device__ __noinline__ Counted count_slice(const TeamRow row, const Bracket bracket, BracketHistogram* histogram,
+                                                     Inside* inside, unsigned* slots) {
+    Counted own = {0, 0, 0, -CUDART_INF_F};
+    const auto add = [&](const Vector<T>& v, int first) {
+      own.best = max_or_nan(own.best, max_or_nan(v));
+      unsigned those = 0;
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) {
+        const float x = widen(v.at[w]);
+        const bool above = x > bracket.high;
+        own.whole += x > -CUDART_INF_F, own.above += above;
+        those |= (x >= bracket.low && !above) << w;
+      }
+      look_inside<Count>(v, those, first, bracket, Softmax(0.0f, 1.0f), histogram, inside, slots, &own.inside);
+    };
+    row.template for_each_tile<kLight>([&](const Vector<T>(&v)[kLight], int j) {
+#pragma unroll
+      for (int d = 0; d < kLight; d++) add(v[d], row.first(j + d * kThreads));
     });
     int at;
     if (row.has_edge(&at)) {
-      const Vector<T> v = row.load(at);
-      own.best = max_or_nan(own.best, max_or_nan(v));
-#pragma unroll 1
-      for (int w = 0; w < Row<T>::kWidth; w++) own.add(widen(v.at[w]), bracket, one, histogram);
+      add(row.load(at), row.first(at));
     }
     return own;
   }
-  // `kPlain`: where a logit's exponent is its difference to the maximum.
-  template <bool kPlain>
+
+  // The weights of a slice above a floor, and of those the ones above the bracket.
+  template <Exponents kExponents>
   static __device__ __noinline__ Weighed weigh_slice(const TeamRow row, const Softmax softmax, const Bracket bracket,
-                                                     float floor, BracketHistogram<C>* histogram) {
-    Weighed own = {{0, 0}, {0, 0}, 0};
-    const bool one = bracket.low == bracket.high;
-    row.for_each([&](float x, int) {
-      const u64 mass = softmax.mass<kPlain>(x);
-      if (x > floor) own.whole = own.whole + Mass{mass, 0};
-      if (x > bracket.high) own.above = own.above + Mass{mass, 0};
-      else if (x >= bracket.low) {
-        if (one) own.inside++;
-        else add_mass(histogram, bracket.bin<C>(x), mass);
+                                                     float floor, BracketHistogram* histogram, Inside* inside,
+                                                     unsigned* slots) {
+    constexpr int kDepth = C == 1 ? 2 : 1;
+    const Weights<kExponents> weights(softmax);
+    typename Weights<kExponents>::Sum whole, above;
+    unsigned count = 0;
+    const auto add = [&](const Vector<T>& v, int first) {
+      unsigned those = 0;
+#pragma unroll
+      for (int w = 0; w < Row<T>::kWidth; w++) {
+        const float x = widen(v.at[w]);
+        const bool is_above = x > bracket.high;
+        whole.add(weights.of(x, x > floor), above, is_above);
+        those |= (x >= bracket.low && !is_above) << w;
       }
-    });
-    return own;
+      look_inside<Weight>(v, those, first, bracket, softmax, histogram, inside, slots, &count);
+    };
+    row.template for_each_vector<kDepth>(add);
+    return {above.mass(), whole.mass(), count};
   }
 
   // The pass: sums, and a histogram of what the bracket holds, which is sought in there. What is counted gives the
@@ -2121,38 +2225,50 @@ struct Kept : Cut {
   template <class M>
   __device__ Sums<M> measure_bracket(const Bracket& bracket, float floor) {
     constexpr bool kWeighs = sizeof(typename M::Sum) != sizeof(unsigned);
-    BracketHistogram<C>& histogram = shared.bracketed;
+    BracketHistogram& histogram = shared.bracketed;
+    Inside& inside = shared.inside;
     __syncthreads();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kBinsOf<C>; i += kThreads) {
+    for (int i = threadIdx.x; i < kBracketBins; i += kThreads) {
       histogram.counts[i] = 0;
       if (kWeighs) histogram.mass0[i] = histogram.mass1[i] = histogram.mass2[i] = 0;
     }
+    if (threadIdx.x == 0) listed() = 0, shared.few.slots = 0;
+    settled = false;
     __syncthreads();
     count_step(), count_pass(kWeighs ? kFallback | kSecondPass : kFallback);
     struct Said {
       Sums<M> sums;
-      unsigned best;
+      unsigned best, listed;
     } said = {};
-    unsigned inside;
+    unsigned count;
     if constexpr (kWeighs) {
-      const Weighed own = softmax.is_plain() ? weigh_slice<true>(row, softmax, bracket, floor, &histogram)
-                                             : weigh_slice<false>(row, softmax, bracket, floor, &histogram);
-      said.sums.above = block_sum<M>(own.above), said.sums.whole = block_sum<M>(own.whole), inside = own.inside;
+      Weighed own;
+      by_exponents(softmax, ((row.end - row.begin) / kThreads + 2) * Row<T>::kWidth, [&](auto way) {
+        own = weigh_slice<way.kWay>(row, softmax, bracket, floor, &histogram, &inside, &listed());
+      });
+      said.sums = block_sums<M>({own.above, own.whole, false}), count = own.inside;
     } else {
-      const Counted own = count_slice(row, bracket, &histogram);
-      said.sums.above = block_sum<M>(own.above), said.sums.whole = block_sum<M>(own.whole), inside = own.inside;
+      const Counted own = count_slice(row, bracket, &histogram, &inside, &listed());
+      said.sums = block_sums<M>({own.above, own.whole, false}), count = own.inside;
       said.best = block_reduce(own.best != own.best ? ~0u : key_of(own.best), [](unsigned a, unsigned b) { return max(a, b); });
     }
     if (bracket.low == bracket.high) {
-      inside = block_sum<Count>(inside);
+      count = block_sum<Count>(count);
       if (threadIdx.x == 0) {
-        histogram.counts[0] = inside;
+        histogram.counts[0] = count;
         if (kWeighs) {
-          const Mass mass = times(mass_of_few(softmax, bracket.low), inside);
+          const Mass mass = times(mass_of_few(softmax, bracket.low), count);
           histogram.mass0[0] = (unsigned)mass.low, histogram.mass1[0] = mass.low >> 32, histogram.mass2[0] = mass.high;
         }
       }
+      said.listed = ~0u;
+    } else if (kLists<M>) {
+      // A barrier ago all was listed.
+      said.listed = listed();
+      const unsigned here = min(said.listed, Inside::kMost);
+#pragma unroll 1
+      for (unsigned i = threadIdx.x; i < here; i += kThreads) tally_inside<M>(softmax, bracket, &histogram, inside.keys[i]);
     }
     if constexpr (C == 1) {
       __syncthreads();
@@ -2165,8 +2281,9 @@ struct Kept : Cut {
       said = {};
       if (lane < Team<C>::size()) said = *Team<C>::at(&heard, lane);
       said.sums.above = M::warp(said.sums.above), said.sums.whole = M::warp(said.sums.whole);
-      said.best = __reduce_max_sync(~0u, said.best);
+      said.best = __reduce_max_sync(~0u, said.best), said.listed = __reduce_max_sync(~0u, said.listed);
     }
+    said.sums.listed = said.listed <= Inside::kMost;
     if constexpr (!kWeighs) {
       has_nan = said.best == ~0u, best_key = said.best, best_position = ~0u;
       has_infinity = best_key == key_of(CUDART_INF_F);
@@ -2174,25 +2291,60 @@ struct Kept : Cut {
     return said.sums;
   }
 
-  // A bin's number or mass over the team.
+  // What the team's bins hold: the number in the upper half of the sum's, where that is a mass. Each member adds up a
+  // share of them, and sends it to all.
   template <class M>
-  __device__ __forceinline__ typename M::Sum bracketed(int bin) const {
-    typename M::Sum sum = M::zero();
+  __device__ __forceinline__ void sum_bins() {
+    if constexpr (C > 1) {
+      constexpr bool kWeighs = sizeof(typename M::Sum) != sizeof(unsigned);
+      const int size = Team<C>::size(), each = share(kBracketBins, size);
+      const int bin = Team<C>::rank() * each + threadIdx.x;
+      if (threadIdx.x == 0) bin_mail().expect(sizeof(shared.sums));
+      if (threadIdx.x < each && bin < kBracketBins) {
+        Mass sum = {0, 0};
 #pragma unroll
-    for (int r = 0; r < C; r++) {
-      if (C > 1 && r >= Team<C>::size()) continue;
-      const BracketHistogram<C>& h = *Team<C>::at(&shared.bracketed, r);
-      if constexpr (sizeof(sum) == sizeof(unsigned)) sum = sum + h.counts[bin];
-      else sum = sum + Mass{(u64)h.mass1[bin] << 32 | h.mass0[bin], h.mass2[bin]};
+        for (int r = 0; r < C; r++) {
+          if (r >= size) continue;
+          const BracketHistogram& h = *Team<C>::at(&shared.bracketed, r);
+          if (kWeighs) sum = sum + Mass{(u64)h.mass1[bin] << 32 | h.mass0[bin], (u64)h.counts[bin] << 32 | h.mass2[bin]};
+          else sum.low += h.counts[bin];
+        }
+        const uint4 words = {(unsigned)sum.low, (unsigned)(sum.low >> 32), (unsigned)sum.high, (unsigned)(sum.high >> 32)};
+#pragma unroll 1
+        for (int r = 0; r < size; r++) bin_mail().send(reinterpret_cast<uint4*>(&shared.sums[bin]), words, r);
+      }
+      bin_mail().wait(bin_rounds++);
     }
-    return sum;
+  }
+  // A bin's number or mass over the team, and its number.
+  template <class M>
+  __device__ __forceinline__ typename M::Sum bracketed(int bin, unsigned* count) const {
+    constexpr bool kWeighs = sizeof(typename M::Sum) != sizeof(unsigned);
+    if constexpr (C > 1) {
+      const Mass its = shared.sums[bin];
+      *count = kWeighs ? its.high >> 32 : its.low;
+      if constexpr (kWeighs) return Mass{its.low, (unsigned)its.high};
+      else return *count;
+    } else {
+      const BracketHistogram& h = shared.bracketed;
+      *count = h.counts[bin];
+      if constexpr (kWeighs) return Mass{(u64)h.mass1[bin] << 32 | h.mass0[bin], h.mass2[bin]};
+      else return *count;
+    }
   }
 
-  // Where the measure reaches the target: among keys from `least` on, the measure above the bracket being `above`. The
-  // cut is left open if no more elements than fit are left to look at: then the result is false.
+  // How a cut in a bracket is known: by its key; by the range that it is left open in; or in full.
+  enum class Known { kKey, kRange, kElement };
+  // Where it is in full: how many elements with the key are kept, up to which position.
+  struct Last {
+    unsigned key, ties, end;
+  };
+
+  // Where the measure reaches the target: among keys from `least` on, the measure above the bracket being `sums.above`.
+  // The cut is left open if no more elements than fit are left to look at.
   template <class M>
-  __device__ bool cut_in_bracket(const Bracket& bracket, unsigned least, typename M::Sum above, typename M::Sum target,
-                                 Found<M>* found) {
+  __device__ Known cut_in_bracket(const Bracket& bracket, unsigned least, const Sums<M>& sums, typename M::Sum target,
+                                  Found<M>* found, Last* last) {
     typedef typename M::Sum Sum;
     constexpr bool kWeighs = sizeof(Sum) != sizeof(unsigned);
     __shared__ struct {
@@ -2201,19 +2353,25 @@ struct Kept : Cut {
     } choice;
     unsigned from, to, count = ~0u;
     Sum before;
-    if (!(above < target)) {
+    if (!(sums.above < target)) {
       from = key_of(bracket.high) + 1, to = best_key, before = M::zero();
-      if constexpr (!kWeighs) count = above;
+      if constexpr (!kWeighs) count = sums.above;
     } else {
+      sum_bins<M>();
       // Each thread looks at a few bins, the first thread at the uppermost.
-      constexpr int kEach = kBinsOf<C> / kThreads;
-      static_assert(kEach * kThreads == kBinsOf<C>, "all bins are looked at");
-      const int upper = kBinsOf<C> - 1 - kEach * threadIdx.x;
+      constexpr int kEach = kBracketBins > kThreads ? kBracketBins / kThreads : 1;
+      static_assert(kBracketBins <= kThreads || kEach * kThreads == kBracketBins, "all bins are looked at");
+      const int upper = kBracketBins - 1 - kEach * (int)threadIdx.x;
       Sum own[kEach], sum = M::zero(), total;
+      unsigned counts[kEach];
 #pragma unroll
-      for (int i = 0; i < kEach; i++) own[i] = bracketed<M>(upper - i), sum = sum + own[i];
-      Sum start = above + block_exclusive_sum(sum, M::zero(), AddSums(), &total);
-      before = above + total;
+      for (int i = 0; i < kEach; i++) {
+        own[i] = M::zero(), counts[i] = 0;
+        if (upper - i >= 0) own[i] = bracketed<M>(upper - i, &counts[i]);
+        sum = sum + own[i];
+      }
+      Sum start = sums.above + block_exclusive_sum(sum, M::zero(), AddSums(), &total);
+      before = sums.above + total;
       if (before < target) {
         from = least, to = key_of(bracket.low) - 1;
         if constexpr (!kWeighs) count = numbers - before;
@@ -2222,18 +2380,22 @@ struct Kept : Cut {
         for (int i = 0; i < kEach; i++) {
           const Sum after = start + own[i];
           if (start < target && !(after < target)) {
-            choice.above = start, choice.bin = upper - i, choice.count = bracketed<Count>(upper - i);
+            choice.above = start, choice.bin = upper - i, choice.count = counts[i];
           }
           start = after;
         }
         __syncthreads();
+        before = choice.above, count = choice.count;
+        if (kLists<M> && sums.listed && count <= Few<C>::kMost) {
+          *last = settle_listed<M>(bracket, choice.bin, target - before);
+          return Known::kElement;
+        }
         if (threadIdx.x < 64) {
           const unsigned end = first_from_bin(bracket, choice.bin + threadIdx.x / 32);
           if (threadIdx.x % 32 == 0) choice.ends[threadIdx.x / 32] = end;
         }
         __syncthreads();
         from = key_of(ordered(choice.ends[0])), to = key_of(ordered(choice.ends[1] - 1));
-        before = choice.above, count = choice.count;
       }
     }
     if (count <= kCandidates) {
@@ -2246,7 +2408,7 @@ struct Kept : Cut {
         route_counters().gathered = count;
       }
       __syncthreads();
-      return false;
+      return Known::kRange;
     }
     if (from == to) {
       *found = {from, before};
@@ -2254,7 +2416,66 @@ struct Kept : Cut {
       if constexpr (C > 1) Team<C>::sync();  // Others may still read the bins.
       *found = narrow_apart<M>(from, to, before, target);
     }
-    return true;
+    return Known::kKey;
+  }
+
+  // The cut in a bin of few elements that the members have listed: `rest` is reached in it. Each member sends the others
+  // what it has of them, and a warp compares all with all.
+  template <class M>
+  __device__ Last settle_listed(const Bracket& bracket, unsigned bin, typename M::Sum rest) {
+    typedef typename M::Sum Sum;
+    Few<C>& few = shared.few;
+    __shared__ Last last;
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < listed(); i += kThreads) {
+      const unsigned key = shared.inside.keys[i];
+      if (bracket.bin(value_of(key)) == bin) few.own[shared_add(&few.slots, 1)] = (u64)key << 32 | ~shared.inside.positions[i];
+    }
+    __syncthreads();
+    const unsigned lane = threadIdx.x % 32;
+    u64 order = 0;
+    unsigned count = few.slots;
+    if constexpr (C > 1) {
+      const unsigned size = Team<C>::size(), rank = Team<C>::rank(), warp = threadIdx.x / 32;
+      if (threadIdx.x == 0) few_mail().expect(size * (sizeof(few.heard[0]) + sizeof(few.counts[0])));
+      if (warp < size) {
+        few_mail().send(&few.heard[rank][lane], few.own[lane], warp);
+        if (lane == 0) few_mail().send(&few.counts[rank], count, warp);
+      }
+      few_mail().wait(few_rounds++);
+      settled = true;
+      if (threadIdx.x < 32) {
+        unsigned place = 0;
+#pragma unroll 1
+        for (unsigned r = 0; r < size; r++) {
+          const unsigned its = few.counts[r];
+          if (lane - place < its) order = few.heard[r][lane - place];
+          place += its;
+        }
+        count = place;
+      }
+    } else {
+      order = few.own[lane];
+    }
+    if (threadIdx.x < 32) {
+      Sum own = M::zero(), before = M::zero();
+      if (lane < count) own = measure<M>(order >> 32);
+      unsigned ahead = 0;
+#pragma unroll 1
+      for (unsigned other = 0; other < count; other++) {
+        const u64 its_order = shuffle(order, other);
+        const Sum its = shuffle(own, other);
+        if (its_order > order) before = before + its, ahead++;
+      }
+      const bool kept = lane < count && before < rest;
+      const unsigned all = __popc(__ballot_sync(~0u, kept));
+      const int end = __ffs(__ballot_sync(~0u, lane < count && ahead + 1 == all)) - 1;
+      const u64 its = shuffle(order, max(end, 0));
+      const unsigned ties = __popc(__ballot_sync(~0u, kept && order >> 32 == its >> 32));
+      if (lane == 0) last = {(unsigned)(its >> 32), ties, ~(unsigned)its + 1}, route_counters().gathered = count;
+    }
+    __syncthreads();
+    return last;
   }
 
   // The values of the dtype in their order, NaN at both ends.
@@ -2273,7 +2494,7 @@ struct Kept : Cut {
       bool in = true;
       if (at < to && at >= from) {
         const float x = ordered(at);
-        in = x != x ? at > kLastValue / 2 : x > bracket.high || (x >= bracket.low && bracket.bin<C>(x) >= bin);
+        in = x != x ? at > kLastValue / 2 : x > bracket.high || (x >= bracket.low && (int)bracket.bin(x) >= bin);
       }
       const unsigned those = __ballot_sync(~0u, in);
       const unsigned first = those ? __ffs(those) - 1 : 32;
@@ -2374,7 +2595,7 @@ struct Kept : Cut {
       if ((double)softmax.exponent(value_of(middle)) >= bound) most = middle;
       else least = middle + 1;
     }
-    if (least > cut_key) cut_key = least - 1, *ties = 0;
+    if (least > cut_key) cut_key = least - 1, cut_end = 0, *ties = 0;
   }
 
   static __device__ __noinline__ unsigned tie_of_gathered(const Elements* elements, int n, unsigned cut, unsigned nth) {
