@@ -156,8 +156,8 @@ struct Row {
   // before.
   template <int kDepth, class F>
   __device__ __forceinline__ void for_each_tile(F f) const {
-    const int whole = (shift + size) / kWidth;
-    const int from = begin == 0 && shift > 0 ? 1 : begin, to = min(end, whole);
+    int from, to;
+    whole_vectors(&from, &to);
     Vector<T> nothing;
 #pragma unroll
     for (int w = 0; w < kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
@@ -195,29 +195,17 @@ struct Row {
     return threadIdx.x < (end - begin > 1 ? 2 : end - begin) && (first(*at) < 0 || first(*at) + kWidth > size);
   }
 
-  // f(vector, position of its first) for every vector of the slice. For a pass that computes: so many ahead.
-  template <int kDepth, class F>
-  __device__ __forceinline__ void for_each_vector(F f) const {
-    int j = begin + threadIdx.x;
-    Vector<T> v[kDepth];
+  // The slice's whole vectors.
+  __device__ __forceinline__ void whole_vectors(int* from, int* to) const {
+    *from = begin == 0 && shift > 0 ? 1 : begin, *to = min(end, (shift + size) / kWidth);
+  }
+  // A whole vector, or -inf.
+  __device__ __forceinline__ Vector<T> load_whole(int j, bool is_whole) const {
+    if (is_whole) return load_inside(j);
+    Vector<T> nothing;
 #pragma unroll
-    for (int d = 0; d < kDepth; d++) {
-      if (j + d * kThreads < end) v[d] = load(j + d * kThreads);
-    }
-#pragma unroll 1
-    for (; j < end; j += kDepth * kThreads) {
-      Vector<T> next[kDepth];
-#pragma unroll
-      for (int d = 0; d < kDepth; d++) {
-        if (j + (d + kDepth) * kThreads < end) next[d] = load(j + (d + kDepth) * kThreads);
-      }
-#pragma unroll
-      for (int d = 0; d < kDepth; d++) {
-        if (j + d * kThreads < end) f(v[d], first(j + d * kThreads));
-      }
-#pragma unroll
-      for (int d = 0; d < kDepth; d++) v[d] = next[d];
-    }
+    for (int w = 0; w < kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
+    return nothing;
   }
 
   // f(logit, position) for every element of the slice once, and with -inf for the few positions

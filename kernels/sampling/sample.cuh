@@ -146,59 +146,63 @@ __device__ unsigned invert_on_chip(const Kept<T, C>& kept, u64 draw, Mass* mass)
   return ~found.key;
 }
 
-// The masses of what is kept of each segment: of so many tiles of a warp's vectors. Of what equals a bound those below a
-// position are kept; or, where the cut is still open, what lies between two bounds is noted. A warp has a tile of loads in
-// flight while it looks at the one before, beyond the ends of segments.
-template <class T, int C>
+// The masses of what is kept of each segment's whole vectors: of so many tiles of a warp's loads. Of what equals a bound,
+// of mass `each`, those below a position are kept; or, where the cut is still open, what lies between two bounds is noted.
+// A warp has a tile of loads in flight while it looks at the one before, beyond the ends of segments. No call: what lives
+// through one has few registers.
+template <int C>
 constexpr int kTileDepth = C == 1 ? 2 : 1;
 template <class T, int C, Exponents kExponents>
 static __device__ __noinline__ void sum_segments(const typename Kept<T, C>::TeamRow row, const Softmax softmax, int tiles,
-                                                 float low, float high, bool open, unsigned end_of_equal, Mass* segments,
-                                                 Elements* slice, unsigned* slots) {
-  constexpr int kDepth = kTileDepth<T, C>, kTile = kDepth * 32;
+                                                 float low, float high, bool open, unsigned end_of_equal, u64 each,
+                                                 Mass* segments, Elements* slice, unsigned* slots) {
+  constexpr int kDepth = kTileDepth<C>, kTile = kDepth * 32;
   const Weights<kExponents> weights(softmax);
   const int lane = threadIdx.x % 32, length = tiles * kTile;
+  int from, to;
+  row.whole_vectors(&from, &to);
   int segment = threadIdx.x / 32, left = tiles, j = row.begin + segment * length + lane;
   typename Weights<kExponents>::Sum sum;
   unsigned equal = 0;
   Vector<T> v[kDepth];
 #pragma unroll
-  for (int d = 0; d < kDepth; d++) {
-    if (j + d * 32 < row.end) v[d] = row.load(j + d * 32);
-  }
+  for (int d = 0; d < kDepth; d++) v[d] = row.load_whole(j + d * 32, j + d * 32 >= from && j + d * 32 < to);
 #pragma unroll 1
-  while (j - lane < row.end) {
-    const bool ends = left == 1 || j - lane + kTile >= row.end;
+  while (j - lane < to) {
+    const bool ends = left == 1 || j - lane + kTile >= to;
     const int ahead = ends ? row.begin + (segment + kWarps) * length + lane : j + kTile;
     Vector<T> next[kDepth];
 #pragma unroll
-    for (int d = 0; d < kDepth; d++) {
-      if (ahead + d * 32 < row.end) next[d] = row.load(ahead + d * 32);
-    }
+    for (int d = 0; d < kDepth; d++) next[d] = row.load_whole(ahead + d * 32, ahead + d * 32 < to);
+    bool any = false;
 #pragma unroll
     for (int d = 0; d < kDepth; d++) {
-      if (j + d * 32 >= row.end) continue;
-      bool any = false;
 #pragma unroll
       for (int w = 0; w < Row<T>::kWidth; w++) {
         const float x = widen(v[d].at[w]);
         sum.add(weights.of(x, x > high));
         any |= x >= low && !(x > high);
       }
-      if (any && open) {
-        Kept<T, C>::note_open(v[d], row.first(j + d * 32), low, high, slice, slots);
-      } else if (any) {
+    }
+    if (any) {
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
 #pragma unroll
         for (int w = 0; w < Row<T>::kWidth; w++) {
-          equal += widen(v[d].at[w]) == low && (unsigned)(row.first(j + d * 32) + w) < end_of_equal;
+          const float x = widen(v[d].at[w]);
+          if (!(x >= low) || x > high) continue;
+          const unsigned position = row.first(j + d * 32) + w;
+          if (open) {
+            const unsigned slot = shared_add(slots, 1);
+            if (slot < kCandidates) slice->keys[slot] = key_of(x), slice->positions[slot] = position;
+          } else {
+            equal += position < end_of_equal;
+          }
         }
       }
     }
     if (ends) {
-      Mass mass = sum.mass();
-      if (equal > 0) mass = mass + times(mass_of_few(softmax, low), equal);
-      __syncwarp();
-      mass = warp_sum(mass);
+      const Mass mass = warp_sum(sum.mass() + times(each, equal));
       if (lane == 0) segments[segment] = mass;
       sum = {}, equal = 0, segment += kWarps, left = tiles;
     } else {
@@ -234,25 +238,42 @@ __device__ __noinline__ Inverted invert_in_memory(const Kept<T, C>* of_row, u64 
     }
     return mass;
   };
-  constexpr int kTile = kTileDepth<T, C> * 32;
+  constexpr int kTile = kTileDepth<C> * 32;
   const int tiles = max((row.end - row.begin + kTile * kSegments - 1) / (kTile * kSegments), 1), length = tiles * kTile;
   const bool open = kept.open;
+  const unsigned end_of_equal = kept.cut_end;
   const float high = open ? kept.left_open().high : greatest_up_to(kept.cut_key);
   // Where nothing that equals it is kept, nothing is to be looked for.
-  const float low = open ? kept.left_open().low : kept.cut_end > 0 ? high : CUDART_NAN_F;
+  const float low = open ? kept.left_open().low : end_of_equal > 0 ? high : CUDART_NAN_F;
+  const u64 each = !open && end_of_equal > 0 ? mass_of_few(kept.softmax, low) : 0;
   __syncthreads();
   by_exponents(kept.softmax, length, [&](auto way) {
-    sum_segments<T, C, way.kWay>(row, kept.softmax, tiles, low, high, open, kept.cut_end, segments, &kept.shared.slice,
-                                 &kept.left_open().slots);
+    sum_segments<T, C, way.kWay>(row, kept.softmax, tiles, low, high, open, end_of_equal, each, segments,
+                                 &kept.shared.slice, &kept.left_open().slots);
   });
+  int edge;
+  if (open && row.has_edge(&edge)) {
+    Kept<T, C>::note_open(row.load(edge), row.first(edge), low, high, &kept.shared.slice, &kept.left_open().slots);
+  }
   if (open) kept.settle();
   __syncthreads();
-  Mass mine = threadIdx.x < kSegments ? segments[threadIdx.x] : Mass{0, 0};
-  if (open && threadIdx.x < kSegments) {
+  Mass mine = {0, 0};
+  if (threadIdx.x < kSegments) {
+    mine = segments[threadIdx.x];
     const int begin = min(row.begin + (int)threadIdx.x * length, row.end), end = min(begin + length, row.end);
+    const auto add_edge = [&](int j) {
+      const int first = row.first(j);
+#pragma unroll 1
+      for (int i = max(first, 0); i < min(first + Row<T>::kWidth, row.size); i++) {
+        const float x = widen(row.data[i]);
+        if (x > high || (x >= low && !open && (unsigned)i < end_of_equal)) mine = mine + Mass{mass_of_few(kept.softmax, x), 0};
+      }
+    };
+    if (begin < end && row.first(begin) < 0) add_edge(begin);
+    if (begin < end && row.first(end) > row.size && (end - 1 > begin || row.first(begin) >= 0)) add_edge(end - 1);
     const int from = row.first(begin), to = row.first(end);
 #pragma unroll 1
-    for (int i = 0; i < kept.gathered; i++) {
+    for (int i = 0; open && i < kept.gathered; i++) {
       const int position = (int)kept.shared.gathered.positions[i];
       const float x = value_of(kept.shared.gathered.keys[i]);
       if (position >= from && position < to && kept.holds(x, position)) {

@@ -250,6 +250,8 @@ struct alignas(16) Few {
   static constexpr unsigned kMost = 32;
   u64 own[kMost], heard[C][kMost];
   unsigned slots, counts[C];
+  // Of the pass: the warps' sums.
+  Mass parts[2][kWarps];
 };
 
 // Room for a truncation's state: `Kept::apart`.
@@ -460,8 +462,6 @@ struct Cut {
   float scale;
   // How often the members have told each other what a pass has found, and sent what they gathered.
   unsigned rounds = 0, sendings = 0;
-  // The same of what is in a bracket: its bins, and the few of one bin.
-  unsigned bin_rounds = 0, few_rounds = 0;
   // Where the row is on chip, the greatest of what the thread has looked at, and of the row: NaN if it
   // holds one.
   float own_best, row_best;
@@ -579,7 +579,7 @@ struct Kept : Cut {
     } else {
       const bool staged = stage();
       if (threadIdx.x == 0) {
-        for (int i = 0; i < 5; i++) mail(i).open();
+        for (int i = 0; i < 7; i++) mail(i).open();
         nth_greatest() = 0;
       }
       Team<C>::arrive();
@@ -618,11 +618,14 @@ struct Kept : Cut {
 
   // Of the greatest logits of parts of the row; of what a pass finds; of what it gathers; and what a bracket holds.
   static __device__ __forceinline__ Mail& mail(int kind) {
-    __shared__ Mail boxes[5];
+    __shared__ Mail boxes[7];
     return boxes[kind];
   }
-  static __device__ __forceinline__ Mail& bin_mail() { return mail(3); }
-  static __device__ __forceinline__ Mail& few_mail() { return mail(4); }
+  // A cut by number comes to pass once at most, and so does one by mass.
+  template <class M>
+  static __device__ __forceinline__ Mail& bin_mail() { return mail(sizeof(typename M::Sum) == sizeof(unsigned) ? 3 : 5); }
+  template <class M>
+  static __device__ __forceinline__ Mail& few_mail() { return mail(sizeof(typename M::Sum) == sizeof(unsigned) ? 4 : 6); }
 
   // Of the parts' greatest logits, the one that is proposed.
   static __device__ __forceinline__ unsigned& nth_greatest() {
@@ -2113,8 +2116,8 @@ struct Kept : Cut {
   };
   // A block's.
   template <class M>
-  static __device__ __noinline__ Sums<M> block_sums(Sums<M> own) {
-    __shared__ typename M::Sum parts[2][kWarps];
+  static __device__ __noinline__ Sums<M> block_sums(Sums<M> own, Mass (*words)[kWarps]) {
+    auto* const parts = reinterpret_cast<typename M::Sum(*)[kWarps]>(words);
     const int lane = threadIdx.x % 32;
     own.above = M::warp(own.above), own.whole = M::warp(own.whole);
     __syncthreads();
@@ -2137,11 +2140,12 @@ struct Kept : Cut {
   template <class M>
   static constexpr bool kLists = C > 1 || sizeof(typename M::Sum) != sizeof(unsigned);
 
-  // What a pass does with those inside: a bit each. Beyond the list's end they go into the histogram at once.
+  // What a pass does with those inside: a bit each. Beyond the list's end they are only counted. No call: what lives
+  // through one has few registers.
   template <class M>
   static __device__ __forceinline__ void look_inside(const Vector<T>& v, unsigned those, int first, const Bracket& bracket,
-                                                     const Softmax& softmax, BracketHistogram* histogram, Inside* inside,
-                                                     unsigned* slots, unsigned* count) {
+                                                     BracketHistogram* histogram, Inside* inside, unsigned* slots,
+                                                     unsigned* count) {
     if (those == 0) return;
     if (bracket.low == bracket.high) {
       *count += __popc(those);
@@ -2150,9 +2154,7 @@ struct Kept : Cut {
 #pragma unroll
       for (int w = 0; w < Row<T>::kWidth; w++) {
         if (!(those >> w & 1)) continue;
-        const unsigned key = key_of(widen(v.at[w]));
-        if (slot < Inside::kMost) inside->keys[slot] = key, inside->positions[slot] = first + w;
-        else tally_inside<M>(softmax, bracket, histogram, key);
+        if (slot < Inside::kMost) inside->keys[slot] = key_of(widen(v.at[w])), inside->positions[slot] = first + w;
         slot++;
       }
     } else {
@@ -2169,6 +2171,14 @@ struct Kept : Cut {
     if constexpr (sizeof(typename M::Sum) == sizeof(unsigned)) shared_count(&histogram->counts[bracket.bin(x)]);
     else add_mass(histogram, bracket.bin(x), softmax.mass(x));
   }
+  // Of a slice that holds more than can be listed.
+  template <class M>
+  static __device__ __noinline__ void tally_slice_inside(const TeamRow row, const Softmax softmax, const Bracket bracket,
+                                                         BracketHistogram* histogram) {
+    row.for_each([&](float x, int) {
+      if (x >= bracket.low && x <= bracket.high) tally_inside<M>(softmax, bracket, histogram, key_of(x));
+    });
+  }
 
   static __device__ __noinline__ Counted count_slice(const TeamRow row, const Bracket bracket, BracketHistogram* histogram,
                                                      Inside* inside, unsigned* slots) {
@@ -2183,7 +2193,7 @@ struct Kept : Cut {
         own.whole += x > -CUDART_INF_F, own.above += above;
         those |= (x >= bracket.low && !above) << w;
       }
-      look_inside<Count>(v, those, first, bracket, Softmax(0.0f, 1.0f), histogram, inside, slots, &own.inside);
+      look_inside<Count>(v, those, first, bracket, histogram, inside, slots, &own.inside);
     };
     row.template for_each_tile<kLight>([&](const Vector<T>(&v)[kLight], int j) {
 #pragma unroll
@@ -2205,19 +2215,37 @@ struct Kept : Cut {
     const Weights<kExponents> weights(softmax);
     typename Weights<kExponents>::Sum whole, above;
     unsigned count = 0;
-    const auto add = [&](const Vector<T>& v, int first) {
-      unsigned those = 0;
+    row.template for_each_tile<kDepth>([&](const Vector<T>(&v)[kDepth], int j) {
 #pragma unroll
-      for (int w = 0; w < Row<T>::kWidth; w++) {
-        const float x = widen(v.at[w]);
-        const bool is_above = x > bracket.high;
-        whole.add(weights.of(x, x > floor), above, is_above);
-        those |= (x >= bracket.low && !is_above) << w;
+      for (int d = 0; d < kDepth; d++) {
+        unsigned those = 0;
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) {
+          const float x = widen(v[d].at[w]);
+          const bool is_above = x > bracket.high;
+          whole.add(weights.of(x, x > floor), above, is_above);
+          those |= (x >= bracket.low && !is_above) << w;
+        }
+        look_inside<Weight>(v[d], those, row.first(j + d * kThreads), bracket, histogram, inside, slots, &count);
       }
-      look_inside<Weight>(v, those, first, bracket, softmax, histogram, inside, slots, &count);
-    };
-    row.template for_each_vector<kDepth>(add);
+    });
     return {above.mass(), whole.mass(), count};
+  }
+  static __device__ __noinline__ Weighed weigh_edge(const TeamRow row, int at, const Softmax softmax, const Bracket bracket,
+                                                    float floor, Inside* inside, unsigned* slots) {
+    const Vector<T> v = row.load(at);
+    Weighed own = {{0, 0}, {0, 0}, 0};
+    unsigned those = 0;
+#pragma unroll
+    for (int w = 0; w < Row<T>::kWidth; w++) {
+      const float x = widen(v.at[w]);
+      const Mass mass = {x > floor ? mass_of_few(softmax, x) : 0, 0};
+      own.whole = own.whole + mass;
+      if (x > bracket.high) own.above = own.above + mass;
+      those |= (x >= bracket.low && x <= bracket.high) << w;
+    }
+    look_inside<Weight>(v, those, row.first(at), bracket, nullptr, inside, slots, &own.inside);
+    return own;
   }
 
   // The pass: sums, and a histogram of what the bracket holds, which is sought in there. What is counted gives the
@@ -2247,10 +2275,15 @@ struct Kept : Cut {
       by_exponents(softmax, ((row.end - row.begin) / kThreads + 2) * Row<T>::kWidth, [&](auto way) {
         own = weigh_slice<way.kWay>(row, softmax, bracket, floor, &histogram, &inside, &listed());
       });
-      said.sums = block_sums<M>({own.above, own.whole, false}), count = own.inside;
+      int at;
+      if (row.has_edge(&at)) {
+        const Weighed edge = weigh_edge(row, at, softmax, bracket, floor, &inside, &listed());
+        own.above = own.above + edge.above, own.whole = own.whole + edge.whole, own.inside += edge.inside;
+      }
+      said.sums = block_sums<M>({own.above, own.whole, false}, shared.few.parts), count = own.inside;
     } else {
       const Counted own = count_slice(row, bracket, &histogram, &inside, &listed());
-      said.sums = block_sums<M>({own.above, own.whole, false}), count = own.inside;
+      said.sums = block_sums<M>({own.above, own.whole, false}, shared.few.parts), count = own.inside;
       said.best = block_reduce(own.best != own.best ? ~0u : key_of(own.best), [](unsigned a, unsigned b) { return max(a, b); });
     }
     if (bracket.low == bracket.high) {
@@ -2266,9 +2299,14 @@ struct Kept : Cut {
     } else if (kLists<M>) {
       // A barrier ago all was listed.
       said.listed = listed();
-      const unsigned here = min(said.listed, Inside::kMost);
+      if (said.listed > Inside::kMost) {
+        count_pass(), tally_slice_inside<M>(row, softmax, bracket, &histogram);
+      } else {
 #pragma unroll 1
-      for (unsigned i = threadIdx.x; i < here; i += kThreads) tally_inside<M>(softmax, bracket, &histogram, inside.keys[i]);
+        for (unsigned i = threadIdx.x; i < said.listed; i += kThreads) {
+          tally_inside<M>(softmax, bracket, &histogram, inside.keys[i]);
+        }
+      }
     }
     if constexpr (C == 1) {
       __syncthreads();
@@ -2299,7 +2337,7 @@ struct Kept : Cut {
       constexpr bool kWeighs = sizeof(typename M::Sum) != sizeof(unsigned);
       const int size = Team<C>::size(), each = share(kBracketBins, size);
       const int bin = Team<C>::rank() * each + threadIdx.x;
-      if (threadIdx.x == 0) bin_mail().expect(sizeof(shared.sums));
+      if (threadIdx.x == 0) bin_mail<M>().expect(sizeof(shared.sums));
       if (threadIdx.x < each && bin < kBracketBins) {
         Mass sum = {0, 0};
 #pragma unroll
@@ -2311,9 +2349,9 @@ struct Kept : Cut {
         }
         const uint4 words = {(unsigned)sum.low, (unsigned)(sum.low >> 32), (unsigned)sum.high, (unsigned)(sum.high >> 32)};
 #pragma unroll 1
-        for (int r = 0; r < size; r++) bin_mail().send(reinterpret_cast<uint4*>(&shared.sums[bin]), words, r);
+        for (int r = 0; r < size; r++) bin_mail<M>().send(reinterpret_cast<uint4*>(&shared.sums[bin]), words, r);
       }
-      bin_mail().wait(bin_rounds++);
+      bin_mail<M>().wait(0);
     }
   }
   // A bin's number or mass over the team, and its number.
@@ -2437,12 +2475,12 @@ struct Kept : Cut {
     unsigned count = few.slots;
     if constexpr (C > 1) {
       const unsigned size = Team<C>::size(), rank = Team<C>::rank(), warp = threadIdx.x / 32;
-      if (threadIdx.x == 0) few_mail().expect(size * (sizeof(few.heard[0]) + sizeof(few.counts[0])));
+      if (threadIdx.x == 0) few_mail<M>().expect(size * (sizeof(few.heard[0]) + sizeof(few.counts[0])));
       if (warp < size) {
-        few_mail().send(&few.heard[rank][lane], few.own[lane], warp);
-        if (lane == 0) few_mail().send(&few.counts[rank], count, warp);
+        few_mail<M>().send(&few.heard[rank][lane], few.own[lane], warp);
+        if (lane == 0) few_mail<M>().send(&few.counts[rank], count, warp);
       }
-      few_mail().wait(few_rounds++);
+      few_mail<M>().wait(0);
       settled = true;
       if (threadIdx.x < 32) {
         unsigned place = 0;
