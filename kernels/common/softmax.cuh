@@ -143,6 +143,7 @@ enum class Exponents { kDifference, kQuotient, kAny };
 // the first sum takes of it is a multiple of that.
 template <Exponents kExponents>
 struct Weights {
+  static constexpr bool kSums = true;
   float max, temperature, reciprocal;
 
   __device__ explicit Weights(const Softmax& softmax)
@@ -206,6 +207,7 @@ struct Weights {
 // For all other rows, and those of more than a thread's sum holds: by integers.
 template <>
 struct Weights<Exponents::kAny> {
+  static constexpr bool kSums = true;
   Softmax softmax;
 
   __device__ explicit Weights(const Softmax& softmax) : softmax(softmax) {}

@@ -255,12 +255,11 @@ __device__ __noinline__ Inverted invert_in_memory(const Kept<T, C>* of_row, u64 
   if (open && row.has_edge(&edge)) {
     Kept<T, C>::note_open(row.load(edge), row.first(edge), low, high, &kept.shared.slice, &kept.left_open().slots);
   }
-  if (open) kept.settle();
   __syncthreads();
   Mass mine = {0, 0};
+  const int begin = min(row.begin + (int)min((int)threadIdx.x, kSegments) * length, row.end), end = min(begin + length, row.end);
   if (threadIdx.x < kSegments) {
     mine = segments[threadIdx.x];
-    const int begin = min(row.begin + (int)threadIdx.x * length, row.end), end = min(begin + length, row.end);
     const auto add_edge = [&](int j) {
       const int first = row.first(j);
 #pragma unroll 1
@@ -271,9 +270,12 @@ __device__ __noinline__ Inverted invert_in_memory(const Kept<T, C>* of_row, u64 
     };
     if (begin < end && row.first(begin) < 0) add_edge(begin);
     if (begin < end && row.first(end) > row.size && (end - 1 > begin || row.first(begin) >= 0)) add_edge(end - 1);
+  }
+  if (open) {
+    kept.settle(mine);
     const int from = row.first(begin), to = row.first(end);
 #pragma unroll 1
-    for (int i = 0; open && i < kept.gathered; i++) {
+    for (int i = 0; threadIdx.x < kSegments && i < kept.gathered; i++) {
       const int position = (int)kept.shared.gathered.positions[i];
       const float x = value_of(kept.shared.gathered.keys[i]);
       if (position >= from && position < to && kept.holds(x, position)) {
@@ -307,13 +309,13 @@ __device__ __noinline__ Inverted invert_in_memory(const Kept<T, C>* of_row, u64 
   if (!(point < start) && point < start + mine) at.rest = point - start, at.segment = threadIdx.x;
   __syncthreads();
   point = at.rest;
-  const int begin = row.begin + at.segment * length, end = min(begin + length, row.end);
+  const int first = row.begin + at.segment * length, last = min(first + length, row.end);
 #pragma unroll 1
-  for (int base = begin; base < end; base += kThreads) {
+  for (int base = first; base < last; base += kThreads) {
     const int j = base + threadIdx.x;
     Vector<T> v;
     Mass mass = {0, 0};
-    if (j < end) v = row.load(j), mass = mass_of(v, row.first(j));
+    if (j < last) v = row.load(j), mass = mass_of(v, row.first(j));
     Mass sum;
     Mass before = block_exclusive_sum(mass, Mass{0, 0}, AddSums(), &sum);
     if (!(point < before) && point < before + mass) {

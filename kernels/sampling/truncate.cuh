@@ -114,24 +114,29 @@ struct alignas(16) Histogram {
 
 constexpr int kSegments = 256;
 
-// Values between two of a row, in bins of even width.
-constexpr int kBracketBins = 512;
+// Values between two of a row, in bins of even width: `kBinsOf<C>` of them.
+template <int C>
+constexpr int kBinsOf = C == 1 ? 1024 : 512;
 struct Bracket {
   float low, high;
   float bins;  // to a unit
 
   // For values inside. The greater the value, the higher its bin, as every rounding keeps the order.
+  template <int C>
   __device__ __forceinline__ unsigned bin(float x) const {
-    return min(__float2uint_rz((x - low) * bins), kBracketBins - 1u);
+    return min(__float2uint_rz((x - low) * bins), kBinsOf<C> - 1u);
   }
 };
+// Of a member: what its slice has in each bin, and then what the team has, as the members tell each other.
+template <int C>
 struct alignas(16) BracketHistogram {
-  unsigned counts[kBracketBins], mass0[kBracketBins], mass1[kBracketBins], mass2[kBracketBins];
+  unsigned counts[kBinsOf<C>], mass0[kBinsOf<C>], mass1[kBinsOf<C>], mass2[kBinsOf<C>];
+  Mass sums[kBinsOf<C>];
 };
-// What is inside, as far as there is room.
-struct alignas(16) Inside {
-  static constexpr unsigned kMost = kCandidates / 4 * 3;
-  unsigned keys[kMost], positions[kMost];
+// One block does not add up masses, but bounds them.
+template <>
+struct alignas(16) BracketHistogram<1> {
+  unsigned counts[kBinsOf<1>];
 };
 
 // The best of a row in order, found first in any order.
@@ -278,12 +283,7 @@ struct alignas(16) Shared {
       Elements gathered, slice;
     };
     Histogram histogram;
-    struct {
-      BracketHistogram bracketed;
-      Inside inside;
-      // Of the team's bins.
-      Mass sums[kBracketBins];
-    };
+    BracketHistogram<C> bracketed;
   };
 };
 template <>
@@ -302,12 +302,10 @@ struct alignas(16) Shared<1> {
     Elements gathered;
     Elements slice;
     Histogram histogram;
-    struct {
-      BracketHistogram bracketed;
-      Inside inside;
-    };
+    BracketHistogram<1> bracketed;
   };
 };
+static_assert(sizeof(BracketHistogram<8>) <= sizeof(Elements), "no member notes elements where another still counts");
 static_assert(sizeof(Shared<1>) == 4352 + (32 << 10) || sizeof(Shared<8>) == 4352 + (32 << 10),
               "src/sampling/cuda.rs asks for as much");
 
@@ -540,8 +538,9 @@ struct Kept : Cut {
   struct Open {
     unsigned from, to;
     float low, high;  // the same as values
-    // The measure of what is kept of it, a mass or a number.
-    bool by_mass;
+    // The measure of what is kept of it, a mass or a number. Or that of all that is kept, if the pass that notes what is
+    // inside is to sum what is above.
+    bool by_mass, sums;
     Mass rest;
     unsigned slots;  // how many the member has noted
   };
@@ -579,7 +578,7 @@ struct Kept : Cut {
     } else {
       const bool staged = stage();
       if (threadIdx.x == 0) {
-        for (int i = 0; i < 7; i++) mail(i).open();
+        for (int i = 0; i < 8; i++) mail(i).open();
         nth_greatest() = 0;
       }
       Team<C>::arrive();
@@ -618,10 +617,11 @@ struct Kept : Cut {
 
   // Of the greatest logits of parts of the row; of what a pass finds; of what it gathers; and what a bracket holds.
   static __device__ __forceinline__ Mail& mail(int kind) {
-    __shared__ Mail boxes[7];
+    __shared__ Mail boxes[8];
     return boxes[kind];
   }
   // A cut by number comes to pass once at most, and so does one by mass.
+  static __device__ __forceinline__ Mail& range_mail() { return mail(7); }
   template <class M>
   static __device__ __forceinline__ Mail& bin_mail() { return mail(sizeof(typename M::Sum) == sizeof(unsigned) ? 3 : 5); }
   template <class M>
@@ -654,12 +654,6 @@ struct Kept : Cut {
 
   // How many elements the pass has noted.
   static __device__ __forceinline__ unsigned& noted() {
-    __shared__ unsigned slots;
-    return slots;
-  }
-
-  // How many elements a pass has listed of a bracket.
-  static __device__ __forceinline__ unsigned& listed() {
     __shared__ unsigned slots;
     return slots;
   }
@@ -1955,7 +1949,8 @@ struct Kept : Cut {
     const float floor = of_kept ? value_of(cut_key) : -CUDART_INF_F;
     if (C > 1 && limited) Team<C>::sync();  // Others may still read what has been counted.
     forget();
-    const Bracket bracket = bracket_of(row, &shared.histogram, share, scale, floor, ceiling);
+    const Bracket bracket = C > 1 && row.staged ? bracket_on_chip(share, floor, ceiling)
+                                                : bracket_of(row, &shared.histogram, share, scale, floor, ceiling);
     const Sums<Weight> sums = measure_bracket<Weight>(bracket, floor);
     const Mass whole = of_kept ? sums.whole + times(each, *ties) : sums.whole;
     const Mass target = nucleus(limits.top_p, whole);
@@ -1965,8 +1960,10 @@ struct Kept : Cut {
     }
     Found<Weight> found;
     Last last;
-    const Known known =
-        cut_in_bracket<Weight>(bracket, of_kept ? kept_key + 1 : kNegInfinityKey + 1, sums, target, &found, &last);
+    const unsigned from = of_kept ? kept_key + 1 : kNegInfinityKey + 1;
+    Known known;
+    if constexpr (C == 1) known = cut_by_bounds(bracket, from, sums, target, &found);
+    else known = cut_in_bracket<Weight>(bracket, from, sums, target, &found, &last);
     if (known == Known::kKey) {
       cut_key = found.key, *ties = ties_for(target - found.above, mass_of_few(softmax, value_of(found.key)));
     } else if (known == Known::kElement) {
@@ -2105,14 +2102,15 @@ struct Kept : Cut {
     }
     ends = block_reduce(ends, widest);
     const float low = value_of(ends.least), high = value_of(max(ends.least, ends.most));
-    return {low, high, high > low ? kBracketBins / (high - low) : 0.0f};
+    return {low, high, high > low ? kBinsOf<C> / (high - low) : 0.0f};
   }
 
   // What is above a bracket, and in all above a floor.
   template <class M>
   struct Sums {
     typename M::Sum above, whole;
-    bool listed;  // whether the members have listed all of what is inside
+    // Of one block, which sums what is above in the end, instead of a mass: in units of the greatest weight, off by 2^-20.
+    double about;
   };
   // A block's.
   template <class M>
@@ -2131,120 +2129,92 @@ struct Kept : Cut {
   struct Counted {
     unsigned above, whole, inside;
     float best;
+
+    __device__ __forceinline__ void add(float x, const Bracket& bracket, bool one, unsigned* counts) {
+      whole += x > -CUDART_INF_F;
+      if (x > bracket.high) above++;
+      else if (x >= bracket.low) {
+        if (one) inside++;
+        else shared_count(&counts[bracket.bin<C>(x)]);
+      }
+    }
   };
   struct Weighed {
     Mass above, whole;
     unsigned inside;
+    double about;
   };
-  // Whether a pass lists what is inside, for a histogram of the list. What is counted is much for one block.
-  template <class M>
-  static constexpr bool kLists = C > 1 || sizeof(typename M::Sum) != sizeof(unsigned);
-
-  // What a pass does with those inside: a bit each. Beyond the list's end they are only counted. No call: what lives
-  // through one has few registers.
-  template <class M>
-  static __device__ __forceinline__ void look_inside(const Vector<T>& v, unsigned those, int first, const Bracket& bracket,
-                                                     BracketHistogram* histogram, Inside* inside, unsigned* slots,
-                                                     unsigned* count) {
-    if (those == 0) return;
-    if (bracket.low == bracket.high) {
-      *count += __popc(those);
-    } else if constexpr (kLists<M>) {
-      unsigned slot = shared_add(slots, __popc(those));
-#pragma unroll
-      for (int w = 0; w < Row<T>::kWidth; w++) {
-        if (!(those >> w & 1)) continue;
-        if (slot < Inside::kMost) inside->keys[slot] = key_of(widen(v.at[w])), inside->positions[slot] = first + w;
-        slot++;
-      }
-    } else {
-#pragma unroll
-      for (int w = 0; w < Row<T>::kWidth; w++) {
-        if (those >> w & 1) shared_count(&histogram->counts[bracket.bin(widen(v.at[w]))]);
-      }
-    }
-  }
-  template <class M>
-  static __device__ __noinline__ void tally_inside(const Softmax softmax, const Bracket bracket, BracketHistogram* histogram,
-                                                   unsigned key) {
-    const float x = value_of(key);
-    if constexpr (sizeof(typename M::Sum) == sizeof(unsigned)) shared_count(&histogram->counts[bracket.bin(x)]);
-    else add_mass(histogram, bracket.bin(x), softmax.mass(x));
-  }
-  // Of a slice that holds more than can be listed.
-  template <class M>
-  static __device__ __noinline__ void tally_slice_inside(const TeamRow row, const Softmax softmax, const Bracket bracket,
-                                                         BracketHistogram* histogram) {
-    row.for_each([&](float x, int) {
-      if (x >= bracket.low && x <= bracket.high) tally_inside<M>(softmax, bracket, histogram, key_of(x));
-    });
-  }
-
-  static __device__ __noinline__ Counted count_slice(const TeamRow row, const Bracket bracket, BracketHistogram* histogram,
-                                                     Inside* inside, unsigned* slots) {
+  static __device__ __noinline__ Counted count_slice(const TeamRow row, const Bracket bracket, unsigned* counts) {
     Counted own = {0, 0, 0, -CUDART_INF_F};
-    const auto add = [&](const Vector<T>& v, int first) {
-      own.best = max_or_nan(own.best, max_or_nan(v));
-      unsigned those = 0;
+    const bool one = bracket.low == bracket.high;
+    row.template for_each_tile<kLight>([&](const Vector<T>(&v)[kLight], int) {
 #pragma unroll
-      for (int w = 0; w < Row<T>::kWidth; w++) {
-        const float x = widen(v.at[w]);
-        const bool above = x > bracket.high;
-        own.whole += x > -CUDART_INF_F, own.above += above;
-        those |= (x >= bracket.low && !above) << w;
+      for (int d = 0; d < kLight; d++) {
+        own.best = max_or_nan(own.best, max_or_nan(v[d]));
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) own.add(widen(v[d].at[w]), bracket, one, counts);
       }
-      look_inside<Count>(v, those, first, bracket, histogram, inside, slots, &own.inside);
-    };
-    row.template for_each_tile<kLight>([&](const Vector<T>(&v)[kLight], int j) {
-#pragma unroll
-      for (int d = 0; d < kLight; d++) add(v[d], row.first(j + d * kThreads));
     });
     int at;
     if (row.has_edge(&at)) {
-      add(row.load(at), row.first(at));
+      const Vector<T> v = row.load(at);
+      own.best = max_or_nan(own.best, max_or_nan(v));
+#pragma unroll 1
+      for (int w = 0; w < Row<T>::kWidth; w++) own.add(widen(v.at[w]), bracket, one, counts);
     }
     return own;
   }
 
-  // The weights of a slice above a floor, and of those the ones above the bracket.
+  // The weights of a slice above a floor, and of those the ones above the bracket; what is inside goes into the histogram.
+  // No call: what lives through one has few registers.
   template <Exponents kExponents>
   static __device__ __noinline__ Weighed weigh_slice(const TeamRow row, const Softmax softmax, const Bracket bracket,
-                                                     float floor, BracketHistogram* histogram, Inside* inside,
-                                                     unsigned* slots) {
+                                                     float floor, BracketHistogram<C>* histogram) {
     constexpr int kDepth = C == 1 ? 2 : 1;
     const Weights<kExponents> weights(softmax);
     typename Weights<kExponents>::Sum whole, above;
     unsigned count = 0;
-    row.template for_each_tile<kDepth>([&](const Vector<T>(&v)[kDepth], int j) {
+    double about = 0.0;
+    const bool one = bracket.low == bracket.high;
+    row.template for_each_tile<kDepth>([&](const Vector<T>(&v)[kDepth], int) {
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {
-        unsigned those = 0;
+        float some = 0.0f;
 #pragma unroll
         for (int w = 0; w < Row<T>::kWidth; w++) {
           const float x = widen(v[d].at[w]);
           const bool is_above = x > bracket.high;
-          whole.add(weights.of(x, x > floor), above, is_above);
-          those |= (x >= bracket.low && !is_above) << w;
+          const float weight = weights.of(x, x > floor);
+          if constexpr (C == 1) whole.add(weight), some += is_above ? weight : 0.0f;
+          else whole.add(weight, above, is_above);
+          if (x >= bracket.low && !is_above) {
+            if (one) count++;
+            else if constexpr (C == 1) shared_count(&histogram->counts[bracket.bin<C>(x)]);
+            else add_mass(histogram, bracket.bin<C>(x), Softmax::mass_of(weight));
+          }
         }
-        look_inside<Weight>(v[d], those, row.first(j + d * kThreads), bracket, histogram, inside, slots, &count);
+        if constexpr (C == 1) about += (double)some;
       }
     });
-    return {above.mass(), whole.mass(), count};
+    return {above.mass(), whole.mass(), count, about};
   }
   static __device__ __noinline__ Weighed weigh_edge(const TeamRow row, int at, const Softmax softmax, const Bracket bracket,
-                                                    float floor, Inside* inside, unsigned* slots) {
+                                                    float floor, BracketHistogram<C>* histogram) {
     const Vector<T> v = row.load(at);
-    Weighed own = {{0, 0}, {0, 0}, 0};
-    unsigned those = 0;
+    Weighed own = {{0, 0}, {0, 0}, 0, 0.0};
 #pragma unroll
     for (int w = 0; w < Row<T>::kWidth; w++) {
       const float x = widen(v.at[w]);
-      const Mass mass = {x > floor ? mass_of_few(softmax, x) : 0, 0};
-      own.whole = own.whole + mass;
-      if (x > bracket.high) own.above = own.above + mass;
-      those |= (x >= bracket.low && x <= bracket.high) << w;
+      const u64 mass = x > floor ? mass_of_few(softmax, x) : 0;
+      own.whole = own.whole + Mass{mass, 0};
+      if (x > bracket.high) {
+        own.above = own.above + Mass{mass, 0}, own.about += (double)mass * 0x1p-62;
+      } else if (x >= bracket.low) {
+        if (bracket.low == bracket.high) own.inside++;
+        else if constexpr (C == 1) shared_count(&histogram->counts[bracket.bin<C>(x)]);
+        else add_mass(histogram, bracket.bin<C>(x), mass);
+      }
     }
-    look_inside<Weight>(v, those, row.first(at), bracket, nullptr, inside, slots, &own.inside);
     return own;
   }
 
@@ -2253,58 +2223,47 @@ struct Kept : Cut {
   template <class M>
   __device__ Sums<M> measure_bracket(const Bracket& bracket, float floor) {
     constexpr bool kWeighs = sizeof(typename M::Sum) != sizeof(unsigned);
-    BracketHistogram& histogram = shared.bracketed;
-    Inside& inside = shared.inside;
+    BracketHistogram<C>& histogram = shared.bracketed;
     __syncthreads();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kBracketBins; i += kThreads) {
+    for (int i = threadIdx.x; i < kBinsOf<C>; i += kThreads) {
       histogram.counts[i] = 0;
-      if (kWeighs) histogram.mass0[i] = histogram.mass1[i] = histogram.mass2[i] = 0;
+      if constexpr (kWeighs && C > 1) histogram.mass0[i] = histogram.mass1[i] = histogram.mass2[i] = 0;
     }
-    if (threadIdx.x == 0) listed() = 0, shared.few.slots = 0;
+    if (threadIdx.x == 0) shared.few.slots = 0;
     settled = false;
     __syncthreads();
     count_step(), count_pass(kWeighs ? kFallback | kSecondPass : kFallback);
     struct Said {
       Sums<M> sums;
-      unsigned best, listed;
+      unsigned best;
     } said = {};
     unsigned count;
     if constexpr (kWeighs) {
       Weighed own;
       by_exponents(softmax, ((row.end - row.begin) / kThreads + 2) * Row<T>::kWidth, [&](auto way) {
-        own = weigh_slice<way.kWay>(row, softmax, bracket, floor, &histogram, &inside, &listed());
+        own = weigh_slice<way.kWay>(row, softmax, bracket, floor, &histogram);
       });
       int at;
       if (row.has_edge(&at)) {
-        const Weighed edge = weigh_edge(row, at, softmax, bracket, floor, &inside, &listed());
-        own.above = own.above + edge.above, own.whole = own.whole + edge.whole, own.inside += edge.inside;
+        const Weighed edge = weigh_edge(row, at, softmax, bracket, floor, &histogram);
+        own.above = own.above + edge.above, own.whole = own.whole + edge.whole;
+        own.inside += edge.inside, own.about += edge.about;
       }
-      said.sums = block_sums<M>({own.above, own.whole, false}, shared.few.parts), count = own.inside;
+      said.sums = block_sums<M>({own.above, own.whole, 0.0}, shared.few.parts), count = own.inside;
+      if constexpr (C == 1) said.sums.about = block_reduce(own.about, AddSums());
     } else {
-      const Counted own = count_slice(row, bracket, &histogram, &inside, &listed());
-      said.sums = block_sums<M>({own.above, own.whole, false}, shared.few.parts), count = own.inside;
+      const Counted own = count_slice(row, bracket, histogram.counts);
+      said.sums = block_sums<M>({own.above, own.whole, 0.0}, shared.few.parts), count = own.inside;
       said.best = block_reduce(own.best != own.best ? ~0u : key_of(own.best), [](unsigned a, unsigned b) { return max(a, b); });
     }
     if (bracket.low == bracket.high) {
       count = block_sum<Count>(count);
       if (threadIdx.x == 0) {
         histogram.counts[0] = count;
-        if (kWeighs) {
+        if constexpr (kWeighs && C > 1) {
           const Mass mass = times(mass_of_few(softmax, bracket.low), count);
           histogram.mass0[0] = (unsigned)mass.low, histogram.mass1[0] = mass.low >> 32, histogram.mass2[0] = mass.high;
-        }
-      }
-      said.listed = ~0u;
-    } else if (kLists<M>) {
-      // A barrier ago all was listed.
-      said.listed = listed();
-      if (said.listed > Inside::kMost) {
-        count_pass(), tally_slice_inside<M>(row, softmax, bracket, &histogram);
-      } else {
-#pragma unroll 1
-        for (unsigned i = threadIdx.x; i < said.listed; i += kThreads) {
-          tally_inside<M>(softmax, bracket, &histogram, inside.keys[i]);
         }
       }
     }
@@ -2319,9 +2278,8 @@ struct Kept : Cut {
       said = {};
       if (lane < Team<C>::size()) said = *Team<C>::at(&heard, lane);
       said.sums.above = M::warp(said.sums.above), said.sums.whole = M::warp(said.sums.whole);
-      said.best = __reduce_max_sync(~0u, said.best), said.listed = __reduce_max_sync(~0u, said.listed);
+      said.best = __reduce_max_sync(~0u, said.best);
     }
-    said.sums.listed = said.listed <= Inside::kMost;
     if constexpr (!kWeighs) {
       has_nan = said.best == ~0u, best_key = said.best, best_position = ~0u;
       has_infinity = best_key == key_of(CUDART_INF_F);
@@ -2335,21 +2293,22 @@ struct Kept : Cut {
   __device__ __forceinline__ void sum_bins() {
     if constexpr (C > 1) {
       constexpr bool kWeighs = sizeof(typename M::Sum) != sizeof(unsigned);
-      const int size = Team<C>::size(), each = share(kBracketBins, size);
+      const int size = Team<C>::size(), each = share(kBinsOf<C>, size);
       const int bin = Team<C>::rank() * each + threadIdx.x;
-      if (threadIdx.x == 0) bin_mail<M>().expect(sizeof(shared.sums));
-      if (threadIdx.x < each && bin < kBracketBins) {
+      if (threadIdx.x == 0) bin_mail<M>().expect(sizeof(shared.bracketed.sums));
+      if (threadIdx.x < each && bin < kBinsOf<C>) {
         Mass sum = {0, 0};
 #pragma unroll
         for (int r = 0; r < C; r++) {
           if (r >= size) continue;
-          const BracketHistogram& h = *Team<C>::at(&shared.bracketed, r);
+          const BracketHistogram<C>& h = *Team<C>::at(&shared.bracketed, r);
           if (kWeighs) sum = sum + Mass{(u64)h.mass1[bin] << 32 | h.mass0[bin], (u64)h.counts[bin] << 32 | h.mass2[bin]};
           else sum.low += h.counts[bin];
         }
         const uint4 words = {(unsigned)sum.low, (unsigned)(sum.low >> 32), (unsigned)sum.high, (unsigned)(sum.high >> 32)};
+        uint4* const to = reinterpret_cast<uint4*>(&shared.bracketed.sums[bin]);
 #pragma unroll 1
-        for (int r = 0; r < size; r++) bin_mail<M>().send(reinterpret_cast<uint4*>(&shared.sums[bin]), words, r);
+        for (int r = 0; r < size; r++) bin_mail<M>().send(to, words, r);
       }
       bin_mail<M>().wait(0);
     }
@@ -2359,15 +2318,13 @@ struct Kept : Cut {
   __device__ __forceinline__ typename M::Sum bracketed(int bin, unsigned* count) const {
     constexpr bool kWeighs = sizeof(typename M::Sum) != sizeof(unsigned);
     if constexpr (C > 1) {
-      const Mass its = shared.sums[bin];
+      const Mass its = shared.bracketed.sums[bin];
       *count = kWeighs ? its.high >> 32 : its.low;
       if constexpr (kWeighs) return Mass{its.low, (unsigned)its.high};
       else return *count;
     } else {
-      const BracketHistogram& h = shared.bracketed;
-      *count = h.counts[bin];
-      if constexpr (kWeighs) return Mass{(u64)h.mass1[bin] << 32 | h.mass0[bin], h.mass2[bin]};
-      else return *count;
+      static_assert(!kWeighs, "one block bounds masses");
+      return *count = shared.bracketed.counts[bin];
     }
   }
 
@@ -2377,6 +2334,16 @@ struct Kept : Cut {
   struct Last {
     unsigned key, ties, end;
   };
+
+  // Leaves the cut open: in a range of so few elements that they can be noted.
+  __device__ __forceinline__ void leave_open(unsigned from, unsigned to, bool by_mass, bool sums, Mass rest, unsigned count) {
+    open = true, cut_key = ~0u, cut_end = 0;
+    if (threadIdx.x == 0) {
+      left_open() = {from, to, value_of(from), greatest_up_to(to), by_mass, sums, rest, 0};
+      route_counters().gathered = count;
+    }
+    __syncthreads();
+  }
 
   // Where the measure reaches the target: among keys from `least` on, the measure above the bracket being `sums.above`.
   // The cut is left open if no more elements than fit are left to look at.
@@ -2397,17 +2364,13 @@ struct Kept : Cut {
     } else {
       sum_bins<M>();
       // Each thread looks at a few bins, the first thread at the uppermost.
-      constexpr int kEach = kBracketBins > kThreads ? kBracketBins / kThreads : 1;
-      static_assert(kBracketBins <= kThreads || kEach * kThreads == kBracketBins, "all bins are looked at");
-      const int upper = kBracketBins - 1 - kEach * (int)threadIdx.x;
+      constexpr int kEach = kBinsOf<C> / kThreads;
+      static_assert(kEach * kThreads == kBinsOf<C>, "all bins are looked at");
+      const int upper = kBinsOf<C> - 1 - kEach * (int)threadIdx.x;
       Sum own[kEach], sum = M::zero(), total;
       unsigned counts[kEach];
 #pragma unroll
-      for (int i = 0; i < kEach; i++) {
-        own[i] = M::zero(), counts[i] = 0;
-        if (upper - i >= 0) own[i] = bracketed<M>(upper - i, &counts[i]);
-        sum = sum + own[i];
-      }
+      for (int i = 0; i < kEach; i++) own[i] = bracketed<M>(upper - i, &counts[i]), sum = sum + own[i];
       Sum start = sums.above + block_exclusive_sum(sum, M::zero(), AddSums(), &total);
       before = sums.above + total;
       if (before < target) {
@@ -2424,28 +2387,19 @@ struct Kept : Cut {
         }
         __syncthreads();
         before = choice.above, count = choice.count;
-        if (kLists<M> && sums.listed && count <= Few<C>::kMost) {
-          *last = settle_listed<M>(bracket, choice.bin, target - before);
+        if (C > 1 && count <= Few<C>::kMost) {
+          *last = settle_bin<M>(bracket, choice.bin, target - before);
           return Known::kElement;
         }
-        if (threadIdx.x < 64) {
-          const unsigned end = first_from_bin(bracket, choice.bin + threadIdx.x / 32);
-          if (threadIdx.x % 32 == 0) choice.ends[threadIdx.x / 32] = end;
-        }
-        __syncthreads();
-        from = key_of(ordered(choice.ends[0])), to = key_of(ordered(choice.ends[1] - 1));
+        find_ends(bracket, choice.bin, choice.bin, choice.ends);
+        from = choice.ends[0], to = choice.ends[1];
       }
     }
     if (count <= kCandidates) {
-      open = true, cut_key = ~0u, cut_end = 0;
-      if (threadIdx.x == 0) {
-        Mass rest;
-        if constexpr (kWeighs) rest = target - before;
-        else rest = Mass{target - before, 0};
-        left_open() = {from, to, value_of(from), greatest_up_to(to), kWeighs, rest, 0};
-        route_counters().gathered = count;
-      }
-      __syncthreads();
+      Mass rest;
+      if constexpr (kWeighs) rest = target - before;
+      else rest = Mass{target - before, 0};
+      leave_open(from, to, kWeighs, false, rest, count);
       return Known::kRange;
     }
     if (from == to) {
@@ -2457,63 +2411,219 @@ struct Kept : Cut {
     return Known::kKey;
   }
 
-  // The cut in a bin of few elements that the members have listed: `rest` is reached in it. Each member sends the others
-  // what it has of them, and a warp compares all with all.
-  template <class M>
-  __device__ Last settle_listed(const Bracket& bracket, unsigned bin, typename M::Sum rest) {
-    typedef typename M::Sum Sum;
-    Few<C>& few = shared.few;
-    __shared__ Last last;
-#pragma unroll 1
-    for (unsigned i = threadIdx.x; i < listed(); i += kThreads) {
-      const unsigned key = shared.inside.keys[i];
-      if (bracket.bin(value_of(key)) == bin) few.own[shared_add(&few.slots, 1)] = (u64)key << 32 | ~shared.inside.positions[i];
+  // The same of one block, by mass. What a bin holds lies between its number times the weights of its two ends: so the
+  // cut lies in few bins, and it is left open in those. The pass that settles it sums what is above them, in time that it
+  // would wait for memory; adding up the masses of bins takes more than all else here.
+  //
+  // An exact weight is off by 2^-21 of itself, with the rounding of its exponent by 2^-17, and by the rounding of
+  // bins as an exponent by 2^-22 of the bracket's width over the temperature; the sum above the bracket is off by 2^-20.
+  // All is taken for twice that, or more.
+  __device__ Known cut_by_bounds(const Bracket& bracket, unsigned least, const Sums<Weight>& sums, Mass target,
+                                 Found<Weight>* found) {
+    struct Bounds {
+      double least, most;
+      __device__ Bounds operator+(const Bounds& other) const { return {least + other.least, most + other.most}; }
+    };
+    __shared__ struct {
+      unsigned after_first, after_last, count, ends[2];
+    } choice;
+    if (threadIdx.x == 0) choice = {0, 0, 0, {0, 0}};
+    constexpr int kEach = kBinsOf<C> > kThreads ? kBinsOf<C> / kThreads : 1;
+    static_assert(kEach * kThreads == kBinsOf<C>, "all bins are looked at");
+    const int upper = kBinsOf<C> - 1 - kEach * (int)threadIdx.x;
+    const double t = softmax.scaled_temperature, width = ((double)bracket.high - bracket.low) / t;
+    const double base = ((double)bracket.low - softmax.max) / t;
+    const bool bounded = softmax.scale == 1.0f && width < 16.0 && base > -60.0;
+    Bounds own[kEach], sum = {0.0, 0.0}, total;
+    unsigned counts[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const int bin = upper - i;
+      counts[i] = shared.bracketed.counts[bin];
+      const double low = exp(base + width * (bin * (1.0 / kBinsOf<C>))) - 0x1p-60;
+      const double high = exp(base + width * ((bin + 1) * (1.0 / kBinsOf<C>)));
+      own[i] = {counts[i] * fmax(low, 0.0) * (1.0 - 0x1p-15), counts[i] * high * (1.0 + 0x1p-15)};
+      sum = sum + own[i];
+    }
+    Bounds above = block_exclusive_sum(sum, Bounds{0.0, 0.0}, AddSums(), &total);
+    const double exact = as_double(target) * 0x1p-62, before = sums.about;
+    const double begin_least = before * (1.0 - 0x1p-19) - row.size * 0x1p-61, begin_most = before * (1.0 + 0x1p-19);
+    const double reaches = exact * (1.0 + 0x1p-40), may_reach = exact * (1.0 - 0x1p-40);
+    above.least += begin_least, above.most += begin_most;
+    // The uppermost bins of which it may be reached, and is.
+    unsigned after_first = 0, after_last = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      above = above + own[i];
+      if (after_first == 0 && above.most >= may_reach) after_first = upper - i + 1;
+      if (after_last == 0 && above.least >= reaches) after_last = upper - i + 1;
+    }
+    after_first = __reduce_max_sync(~0u, after_first), after_last = __reduce_max_sync(~0u, after_last);
+    if (threadIdx.x % 32 == 0) atomicMax(&choice.after_first, after_first), atomicMax(&choice.after_last, after_last);
+    __syncthreads();
+    const int first = (int)choice.after_first - 1, last = (int)choice.after_last - 1;
+    unsigned from = least, to = best_key, count = ~0u;
+    if (bounded && begin_most < may_reach && last >= 0) {
+      unsigned those = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; i++) {
+        if (upper - i >= last && upper - i <= first) those += counts[i];
+      }
+      those = __reduce_add_sync(~0u, those);
+      if (threadIdx.x % 32 == 0 && those) atomicAdd(&choice.count, those);
+      find_ends(bracket, last, first, choice.ends);
+      from = choice.ends[0], to = choice.ends[1], count = choice.count;
+    }
+    if (count <= kCandidates) {
+      leave_open(from, to, true, true, target, count);
+      return Known::kRange;
+    }
+    const Mass exactly = to == best_key ? Mass{0, 0} : mass_above(to);
+    if (from == to) *found = {from, exactly};
+    else *found = narrow_apart<Weight>(from, to, exactly, target);
+    return Known::kKey;
+  }
+
+  // The least and the greatest key that may be in some bins.
+  __device__ __forceinline__ void find_ends(const Bracket& bracket, int from_bin, int to_bin, unsigned* ends) const {
+    if (threadIdx.x < 64) {
+      const unsigned end = first_from_bin(bracket, threadIdx.x < 32 ? from_bin : to_bin + 1);
+      if (threadIdx.x % 32 == 0) ends[threadIdx.x / 32] = key_of(ordered(threadIdx.x < 32 ? end : end - 1));
     }
     __syncthreads();
+  }
+
+  // The cut among few elements, one a lane: `rest` is reached by them, in their order.
+  template <class M>
+  __device__ __forceinline__ Last rank_few(u64 order, unsigned count, typename M::Sum rest) const {
+    typedef typename M::Sum Sum;
     const unsigned lane = threadIdx.x % 32;
-    u64 order = 0;
-    unsigned count = few.slots;
-    if constexpr (C > 1) {
-      const unsigned size = Team<C>::size(), rank = Team<C>::rank(), warp = threadIdx.x / 32;
-      if (threadIdx.x == 0) few_mail<M>().expect(size * (sizeof(few.heard[0]) + sizeof(few.counts[0])));
-      if (warp < size) {
-        few_mail<M>().send(&few.heard[rank][lane], few.own[lane], warp);
-        if (lane == 0) few_mail<M>().send(&few.counts[rank], count, warp);
-      }
-      few_mail<M>().wait(0);
-      settled = true;
-      if (threadIdx.x < 32) {
-        unsigned place = 0;
+    Sum own = M::zero(), before = M::zero();
+    if (lane < count) own = measure<M>(order >> 32);
+    unsigned ahead = 0;
 #pragma unroll 1
-        for (unsigned r = 0; r < size; r++) {
-          const unsigned its = few.counts[r];
-          if (lane - place < its) order = few.heard[r][lane - place];
-          place += its;
-        }
-        count = place;
-      }
-    } else {
-      order = few.own[lane];
+    for (unsigned other = 0; other < count; other++) {
+      const u64 its_order = shuffle(order, other);
+      const Sum its = shuffle(own, other);
+      if (its_order > order) before = before + its, ahead++;
     }
+    const bool kept = lane < count && before < rest;
+    const unsigned all = __popc(__ballot_sync(~0u, kept));
+    const int end = max(__ffs(__ballot_sync(~0u, lane < count && ahead + 1 == all)) - 1, 0);
+    const u64 its = shuffle(order, end);
+    const unsigned ties = __popc(__ballot_sync(~0u, kept && order >> 32 == its >> 32));
+    return {(unsigned)(its >> 32), ties, ~(unsigned)its + 1};
+  }
+
+  // The cut in a bin of few elements. Each member looks them up in its slice, and sends them to all.
+  template <class M>
+  __device__ Last settle_bin(const Bracket& bracket, unsigned bin, typename M::Sum rest) {
+    Few<C>& few = shared.few;
+    __shared__ Last last;
+    find_in_bin(row, bracket, bin, &few);
+    __syncthreads();
+    const unsigned lane = threadIdx.x % 32, size = Team<C>::size(), rank = Team<C>::rank(), warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) few_mail<M>().expect(size * (sizeof(few.heard[0]) + sizeof(few.counts[0])));
+    if (warp < size) {
+      few_mail<M>().send(&few.heard[rank][lane], few.own[lane], warp);
+      if (lane == 0) few_mail<M>().send(&few.counts[rank], few.slots, warp);
+    }
+    few_mail<M>().wait(0);
+    settled = true;
     if (threadIdx.x < 32) {
-      Sum own = M::zero(), before = M::zero();
-      if (lane < count) own = measure<M>(order >> 32);
-      unsigned ahead = 0;
+      u64 order = 0;
+      unsigned count = 0;
 #pragma unroll 1
-      for (unsigned other = 0; other < count; other++) {
-        const u64 its_order = shuffle(order, other);
-        const Sum its = shuffle(own, other);
-        if (its_order > order) before = before + its, ahead++;
+      for (unsigned r = 0; r < size; r++) {
+        const unsigned its = few.counts[r];
+        if (lane - count < its) order = few.heard[r][lane - count];
+        count += its;
       }
-      const bool kept = lane < count && before < rest;
-      const unsigned all = __popc(__ballot_sync(~0u, kept));
-      const int end = __ffs(__ballot_sync(~0u, lane < count && ahead + 1 == all)) - 1;
-      const u64 its = shuffle(order, max(end, 0));
-      const unsigned ties = __popc(__ballot_sync(~0u, kept && order >> 32 == its >> 32));
-      if (lane == 0) last = {(unsigned)(its >> 32), ties, ~(unsigned)its + 1}, route_counters().gathered = count;
+      const Last its = rank_few<M>(order, count, rest);
+      if (lane == 0) last = its, route_counters().gathered = count;
     }
     __syncthreads();
     return last;
+  }
+  static __device__ __noinline__ void find_in_bin(const TeamRow row, const Bracket bracket, unsigned bin, Few<C>* few) {
+    count_pass();
+    row.for_each([&](float x, int position) {
+      if (x >= bracket.low && x <= bracket.high && bracket.bin<C>(x) == bin) {
+        few->own[shared_add(&few->slots, 1)] = (u64)key_of(x) << 32 | ~(unsigned)position;
+      }
+    });
+  }
+
+  // A bracket where the row is on chip: by a histogram of all of it, of numbers. A bin is so narrow that its weights are
+  // as good as one. What lies below all bins is not in the set: it weighs less than is left out of it.
+  __device__ Bracket bracket_on_chip(float share, float floor, float ceiling) {
+    unsigned* const counts = shared.histogram.counts;
+    unsigned* const all = shared.histogram.mass0;
+    __shared__ unsigned chosen;
+    const float most = fminf(value_of(best_key), ceiling);
+    const float left = fmaxf(1.0f - share, 1e-7f);
+    const float range = limits.temperature * (__log2f((float)row.size / left) * 0.6931472f + 1.0f);
+    const float least = fmaxf(fmaxf(most - range, floor), -CUDART_MAX_NORMAL_F);
+    const float bins = (float)kBins / fmaxf(most - least, 1e-37f);
+    if (threadIdx.x == 0) chosen = 0;
+#pragma unroll
+    for (int i = 0; i < kBins / kThreads; i++) counts[threadIdx.x + i * kThreads] = 0;
+    __syncthreads();
+    count_pass();
+    count_all_bins(row, least, most, floor, ceiling, bins, counts);
+    Team<C>::sync();
+    reads = true;
+    // Each member adds up a share of fours, and sends it to all.
+    const int size = Team<C>::size(), each = ::share(kBins / 4, size), four = Team<C>::rank() * each + threadIdx.x;
+    if (threadIdx.x == 0) range_mail().expect(sizeof(shared.histogram.mass0));
+    if (threadIdx.x < each && four < kBins / 4) {
+      uint4 sum = {0, 0, 0, 0};
+#pragma unroll
+      for (int r = 0; r < C; r++) {
+        if (r >= size) continue;
+        const uint4 its = reinterpret_cast<const uint4*>(Team<C>::at(counts, r))[four];
+        sum.x += its.x, sum.y += its.y, sum.z += its.z, sum.w += its.w;
+      }
+#pragma unroll 1
+      for (int r = 0; r < size; r++) range_mail().send(reinterpret_cast<uint4*>(all) + four, sum, r);
+    }
+    range_mail().wait(0);
+    constexpr int kEach = kBins / kThreads;
+    const int upper = kBins - 1 - kEach * (int)threadIdx.x;
+    const float bin_width = 1.0f / bins;
+    float own[kEach], sum = 0.0f, total;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const float middle = least + (upper - i + 0.5f) * bin_width;
+      own[i] = (float)all[upper - i] * exp2_approx((middle - value_of(best_key)) * scale), sum += own[i];
+    }
+    float above = block_exclusive_sum(sum, 0.0f, AddSums(), &total);
+    const float target = share * total;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const float after = above + own[i];
+      if (above < target && target <= after) atomicMax(&chosen, (unsigned)(upper - i));
+      above = after;
+    }
+    __syncthreads();
+    const float low = fmaxf(least + ((int)chosen - 2) * bin_width, least), high = fminf(least + ((int)chosen + 3) * bin_width, most);
+    if (!(low < high) || !(high < CUDART_INF_F)) return {most, most, 0.0f};
+    return {low, high, kBinsOf<C> / (high - low)};
+  }
+  static __device__ __noinline__ void count_all_bins(const TeamRow row, float least, float most, float floor, float ceiling,
+                                                     float bins, unsigned* counts) {
+    row.template for_each_tile<2>([&](const Vector<T>(&v)[2], int) {
+#pragma unroll
+      for (int d = 0; d < 2; d++) {
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) {
+          const float x = widen(v[d].at[w]);
+          if (x >= least && x <= most && x > floor && x < ceiling) {
+            shared_count(&counts[min(__float2uint_rz((x - least) * bins), kBins - 1u)]);
+          }
+        }
+      }
+    });
   }
 
   // The values of the dtype in their order, NaN at both ends.
@@ -2532,7 +2642,7 @@ struct Kept : Cut {
       bool in = true;
       if (at < to && at >= from) {
         const float x = ordered(at);
-        in = x != x ? at > kLastValue / 2 : x > bracket.high || (x >= bracket.low && (int)bracket.bin(x) >= bin);
+        in = x != x ? at > kLastValue / 2 : x > bracket.high || (x >= bracket.low && (int)bracket.bin<C>(x) >= bin);
       }
       const unsigned those = __ballot_sync(~0u, in);
       const unsigned first = those ? __ffs(those) - 1 : 32;
@@ -2572,20 +2682,50 @@ struct Kept : Cut {
       if (x >= low && x <= high) push(key_of(x), first + w, slice, slots);
     }
   }
-  // Once every member has noted all of its slice: the cut.
-  __device__ __forceinline__ void settle() {
+  // Once every member has noted all of its slice: the cut. Where the pass was to sum what is above, with a thread's sum.
+  __device__ __forceinline__ void settle(Mass own = {0, 0}) {
+    sum_above(own);
+    if (C == 1 && left_open().slots <= Few<C>::kMost) {
+      settle_few();
+      return;
+    }
     apart([](Kept& kept) {
       const unsigned ties = kept.close();
       kept.cut_end = kept.position_of_tie(ties);
     });
   }
   // The same by a pass.
-  __device__ __forceinline__ void settle_by_pass() {
-    note_slice();
-    settle();
-  }
+  __device__ __forceinline__ void settle_by_pass() { settle(note_slice()); }
+  // Whether the pass that settles it is to sum what is above.
+  __device__ __forceinline__ bool sums_above() const { return C == 1 && open && left_open().sums; }
 
  private:
+  __device__ __forceinline__ void sum_above(Mass own) {
+    if constexpr (C == 1) {
+      __syncthreads();
+      if (!left_open().sums) return;
+      const Mass above = block_sum<Weight>(own);
+      if (threadIdx.x == 0) left_open().rest = left_open().rest - above, left_open().sums = false;
+      __syncthreads();
+    }
+  }
+  // Of one block, where a warp compares all that are noted.
+  __device__ __forceinline__ void settle_few() {
+    __shared__ Last last;
+    const Open& range = left_open();
+    const unsigned count = range.slots;
+    if (threadIdx.x < 32) {
+      const unsigned lane = threadIdx.x;
+      const u64 order = lane < count ? (u64)shared.slice.keys[lane] << 32 | ~shared.slice.positions[lane] : 0;
+      Last its;
+      if (range.by_mass) its = rank_few<Weight>(order, count, range.rest);
+      else its = rank_few<Count>(order, count, (unsigned)range.rest.low);
+      if (lane == 0) last = its, route_counters().gathered = count;
+    }
+    __syncthreads();
+    open = false, cut_key = last.key, cut_end = last.end;
+    gathered = count, low = range.from, high = range.to;
+  }
   // Finds the cut's key, and gives how many elements with it are kept.
   __device__ unsigned close() {
     const Open range = left_open();
@@ -2600,12 +2740,13 @@ struct Kept : Cut {
     cut_key = found.key;
     return (unsigned)range.rest.low - found.above;
   }
-  __device__ __forceinline__ void note_slice() {
+  __device__ __forceinline__ Mass note_slice() {
     count_pass();
     gather_slice(row, left_open().from, left_open().to, &shared.slice, &left_open().slots);
+    return sums_above() ? slice_mass_above(row, softmax, left_open().to) : Mass{0, 0};
   }
   __device__ __forceinline__ unsigned resolve() {
-    note_slice();
+    sum_above(note_slice());
     unsigned ties;
     apart([&ties](Kept& kept) { ties = kept.close(); });
     return ties;
