@@ -56,6 +56,7 @@ static __device__ __noinline__ Mass write_slice(const typename Kept<T, C>::TeamR
   const T dropped = from_bits<T>(Bits<T>::kNegInfinity);
 #pragma unroll 1
   for (int j = row.begin + threadIdx.x; j < row.end; j += kDepth * kThreads) {
+    if (W::kSums && (j - row.begin) / kThreads % (row.kChunk / kThreads) == 0) row.prefetch_chunk(j);
     Vector<T> v[kDepth];
 #pragma unroll
     for (int d = 0; d < kDepth; d++) {
@@ -121,7 +122,7 @@ __device__ __noinline__ void mask_rest(const Kept<T, C>* of_row, float own_best,
   const float high = open ? kept.left_open().high : low;
   // In place, no member may still be reading; and none may end while it is read. Where the cut is open, all have read
   // what is not their own before they told each other of the bracket, and wait for each other below.
-  if (!open && !kept.settled) Team<C>::sync();
+  if (!open && !(C > 1 && kept.settled())) Team<C>::sync();
   Mass above = {0, 0};
   if (C == 1 && kept.sums_above()) {
     by_exponents(kept.softmax, (row.end - row.begin) / kThreads * Row<T>::kWidth + 2 * Row<T>::kWidth, [&](auto way) {

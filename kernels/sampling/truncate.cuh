@@ -112,7 +112,7 @@ struct alignas(16) Histogram {
   unsigned counts[kBins], mass0[kBins], mass1[kBins], mass2[kBins];
 };
 
-constexpr int kSegments = 256;
+constexpr int kSegments = kThreads > 512 ? 128 : 64;
 
 // Values between two of a row, in bins of even width: `kBinsOf<C>` of them.
 template <int C>
@@ -306,7 +306,7 @@ struct alignas(16) Shared<1> {
   };
 };
 static_assert(sizeof(BracketHistogram<8>) <= sizeof(Elements), "no member notes elements where another still counts");
-static_assert(sizeof(Shared<1>) == 4352 + (32 << 10) || sizeof(Shared<8>) == 4352 + (32 << 10),
+static_assert(sizeof(Shared<1>) == 3216 + (32 << 10) || sizeof(Shared<8>) == 3216 + (32 << 10),
               "src/sampling/cuda.rs asks for as much");
 
 // A measure of elements: their number or their mass. The search is the same for both.
@@ -467,8 +467,6 @@ struct Cut {
   float own_sum;
   // Whether a member may be read by another: it may not end then.
   mutable bool reads = false;
-  // Whether all members are known to have read what they read of others, and of the row before it is written.
-  bool settled = false;
 
   // Shared memory holds the `gathered` elements of the whole row whose keys lie in [low, high].
   unsigned low, high;
@@ -578,7 +576,7 @@ struct Kept : Cut {
     } else {
       const bool staged = stage();
       if (threadIdx.x == 0) {
-        for (int i = 0; i < 8; i++) mail(i).open();
+        for (int i = 0; i < 3; i++) mail(i).open();
         nth_greatest() = 0;
       }
       Team<C>::arrive();
@@ -615,7 +613,8 @@ struct Kept : Cut {
     }
   }
 
-  // Of the greatest logits of parts of the row; of what a pass finds; of what it gathers; and what a bracket holds.
+  // Of the greatest logits of parts of the row; of what a pass finds; of what it gathers. And of what a bracket holds:
+  // opened where it is needed, before a barrier of the team.
   static __device__ __forceinline__ Mail& mail(int kind) {
     __shared__ Mail boxes[8];
     return boxes[kind];
@@ -651,6 +650,12 @@ struct Kept : Cut {
 
   // Of a thread's weights, at least: finite where there is nothing but -inf.
   static constexpr float kLeastOrigin = -1e30f;
+
+  // Whether all members are known to have read what they read of others, and of the row before it is written.
+  static __device__ __forceinline__ bool& settled() {
+    __shared__ bool are;
+    return are;
+  }
 
   // How many elements the pass has noted.
   static __device__ __forceinline__ unsigned& noted() {
@@ -707,6 +712,17 @@ struct Kept : Cut {
     Mass sum = {0, 0};
     row.for_each([&](float x, int) {
       if (key_of(x) > key) sum = sum + Mass{softmax.mass(x), 0};
+    });
+    return sum;
+  }
+  // The same where it may be much, and what calls it has registers to spare.
+  static __device__ __noinline__ Mass much_mass_above(const TeamRow row, const Softmax softmax, unsigned key) {
+    Mass sum = {0, 0};
+    by_exponents(softmax, ((row.end - row.begin) / kThreads + 1) * Row<T>::kWidth, [&](auto way) {
+      const Weights<way.kWay> weights(softmax);
+      typename Weights<way.kWay>::Sum own;
+      row.for_each([&](float x, int) { own.add(weights.of(x, key_of(x) > key)); });
+      sum = own.mass();
     });
     return sum;
   }
@@ -816,6 +832,13 @@ struct Kept : Cut {
 
   // All else.
   __device__ __forceinline__ void search(int joint) {
+    if (!limited() && !(limits.top_p < 1.0f) && !(limits.min_p > 0.0f)) {
+      cut_key = kNegInfinityKey;
+      if (threadIdx.x == 0) settled() = false;
+      __syncthreads();
+      return;
+    }
+    if (threadIdx.x == 0) settled() = false;
     if constexpr (C > 1) {
       if (!many()) {
         // Read before the members go apart: what outweighed() reads, a member that is ahead writes anew.
@@ -880,7 +903,8 @@ struct Kept : Cut {
     }
     if (!open && ties) {
       cut_end = kVariant.cuts_duplicates ? position_of_tie(ties) : ~0u;
-      settled = false;
+      if (threadIdx.x == 0) settled() = false;
+      __syncthreads();
     }
   }
 
@@ -2003,6 +2027,14 @@ struct Kept : Cut {
     return false;
   }
 
+  // The least and the greatest of some keys.
+  struct Ends {
+    unsigned least, most;
+  };
+  struct Widest {
+    __device__ __forceinline__ Ends operator()(Ends a, Ends b) const { return {min(a.least, b.least), max(a.most, b.most)}; }
+  };
+
   // Where a sample of the row says that `share` of it is reached in descending order, with what the sample may be off
   // by to both sides. Of its weights, or where the scale is negative of its number.
   static __device__ __noinline__ Bracket bracket_of(const TeamRow row, Histogram* histogram, float share, float scale,
@@ -2014,10 +2046,7 @@ struct Kept : Cut {
     } said;
     const Sampled x(row);
     const auto takes_part = [&](float v) { return v > floor && v < ceiling; };
-    struct Ends {
-      unsigned least, most;
-    };
-    const auto widest = [](Ends a, Ends b) { return Ends{min(a.least, b.least), max(a.most, b.most)}; };
+    const Widest widest;
     Ends ends = {~0u, 0};
 #pragma unroll
     for (int i = 0; i < Sampled::kVectors; i++) {
@@ -2176,7 +2205,7 @@ struct Kept : Cut {
     unsigned count = 0;
     double about = 0.0;
     const bool one = bracket.low == bracket.high;
-    row.template for_each_tile<kDepth>([&](const Vector<T>(&v)[kDepth], int) {
+    row.template for_each_tile<kDepth, C == 1>([&](const Vector<T>(&v)[kDepth], int) {
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {
         float some = 0.0f;
@@ -2230,8 +2259,10 @@ struct Kept : Cut {
       histogram.counts[i] = 0;
       if constexpr (kWeighs && C > 1) histogram.mass0[i] = histogram.mass1[i] = histogram.mass2[i] = 0;
     }
-    if (threadIdx.x == 0) shared.few.slots = 0;
-    settled = false;
+    if (threadIdx.x == 0) {
+      shared.few.slots = 0, settled() = false;
+      if constexpr (C > 1) bin_mail<M>().open(), few_mail<M>().open();
+    }
     __syncthreads();
     count_step(), count_pass(kWeighs ? kFallback | kSecondPass : kFallback);
     struct Said {
@@ -2391,9 +2422,19 @@ struct Kept : Cut {
           *last = settle_bin<M>(bracket, choice.bin, target - before);
           return Known::kElement;
         }
-        find_ends(bracket, choice.bin, choice.bin, choice.ends);
-        from = choice.ends[0], to = choice.ends[1];
+        if constexpr (C > 1) {
+          // Many may be one value.
+          const Ends ends = team_reduce<C>(ends_in_bin(row, bracket, choice.bin), Widest());
+          from = ends.least, to = ends.most;
+        } else {
+          find_ends(bracket, choice.bin, choice.bin, choice.ends);
+          from = choice.ends[0], to = choice.ends[1];
+        }
       }
+    }
+    if (C > 1 && from == to) {
+      *found = {from, before};
+      return Known::kKey;
     }
     if (count <= kCandidates) {
       Mass rest;
@@ -2478,7 +2519,8 @@ struct Kept : Cut {
       leave_open(from, to, true, true, target, count);
       return Known::kRange;
     }
-    const Mass exactly = to == best_key ? Mass{0, 0} : mass_above(to);
+    Mass exactly = {0, 0};
+    if (to != best_key) count_pass(), exactly = block_sum<Weight>(much_mass_above(row, softmax, to));
     if (from == to) *found = {from, exactly};
     else *found = narrow_apart<Weight>(from, to, exactly, target);
     return Known::kKey;
@@ -2529,7 +2571,7 @@ struct Kept : Cut {
       if (lane == 0) few_mail<M>().send(&few.counts[rank], few.slots, warp);
     }
     few_mail<M>().wait(0);
-    settled = true;
+    if (threadIdx.x == 0) settled() = true;
     if (threadIdx.x < 32) {
       u64 order = 0;
       unsigned count = 0;
@@ -2544,6 +2586,14 @@ struct Kept : Cut {
     }
     __syncthreads();
     return last;
+  }
+  static __device__ __noinline__ Ends ends_in_bin(const TeamRow row, const Bracket bracket, unsigned bin) {
+    count_pass();
+    Ends ends = {~0u, 0};
+    row.for_each([&](float x, int) {
+      if (x >= bracket.low && x <= bracket.high && bracket.bin<C>(x) == bin) ends = Widest()(ends, Ends{key_of(x), key_of(x)});
+    });
+    return ends;
   }
   static __device__ __noinline__ void find_in_bin(const TeamRow row, const Bracket bracket, unsigned bin, Few<C>* few) {
     count_pass();
@@ -2565,7 +2615,7 @@ struct Kept : Cut {
     const float range = limits.temperature * (__log2f((float)row.size / left) * 0.6931472f + 1.0f);
     const float least = fmaxf(fmaxf(most - range, floor), -CUDART_MAX_NORMAL_F);
     const float bins = (float)kBins / fmaxf(most - least, 1e-37f);
-    if (threadIdx.x == 0) chosen = 0;
+    if (threadIdx.x == 0) chosen = 0, range_mail().open();
 #pragma unroll
     for (int i = 0; i < kBins / kThreads; i++) counts[threadIdx.x + i * kThreads] = 0;
     __syncthreads();
@@ -2743,7 +2793,7 @@ struct Kept : Cut {
   __device__ __forceinline__ Mass note_slice() {
     count_pass();
     gather_slice(row, left_open().from, left_open().to, &shared.slice, &left_open().slots);
-    return sums_above() ? slice_mass_above(row, softmax, left_open().to) : Mass{0, 0};
+    return sums_above() ? much_mass_above(row, softmax, left_open().to) : Mass{0, 0};
   }
   __device__ __forceinline__ unsigned resolve() {
     sum_above(note_slice());
