@@ -2,8 +2,8 @@
 //
 // A small set is ranked by its ids. Where a larger one is on chip, the pivot search that truncates
 // also inverts: over ids, by mass.
-// Otherwise the row is summed in segments of consecutive ids, and the segment that the draw falls
-// into is scanned.
+// Otherwise, and where nothing limits the set, the row is summed in segments of consecutive ids by exact sums in f64
+// (softmax.cuh), and the segment that the draw falls into is scanned.
 #pragma once
 
 #include "truncate.cuh"

@@ -21,12 +21,16 @@
 //     values, and before each step it shrinks to the keys that exist in it, so at most 16 steps leave
 //     one key, whatever the values; as soon as 32 elements are left in it, a warp ranks them. Where
 //     the bounds of the f32 sum give one answer, no exact sum is taken. On a miss, and for a top-k of
-//     more than can be gathered from the start, a sample proposes a bracket: two values that the cut
-//     lies between, but in a few rows of a million. One pass sums what is above the bracket, and all,
-//     exactly, with a histogram of what is inside. The bin of the cut holds few elements: the pass that
-//     writes, or sums for a draw, notes them, and they are settled after it. Where the bracket misses,
-//     or the bin is full, a histogram of the row narrows the range by 2048 at a time until what is in
-//     it fits into shared memory, and the search goes on there.
+//     more than can be gathered from the start, two values are proposed that the cut lies between, a
+//     bracket: by a sample, which is right but in a few rows of 100,000, or by mass in a row that is on
+//     chip by a histogram of all of it. One pass sums what is above the bracket, and all, with a
+//     histogram of what is inside, and the cut lies in a bin of few elements. A cluster sums exactly,
+//     looks those few up on chip, and a warp compares them. One block, which would read the row once more for
+//     that, counts alone what is inside: that bounds the masses of bins, so the cut lies in one or two.
+//     The pass that writes, or sums for a draw, has time for exact sums while it waits for memory: it
+//     notes the few, and they are settled after it. Where the bracket misses, or the bins are full, a
+//     histogram of the row narrows the range by 2048 at a time until what is in it fits into shared
+//     memory, and the search goes on there.
 //  4. Duplicates. Of the elements that have the cut's key, those with the lowest positions are
 //     kept. The same pivot search, over positions, finds the last of them.
 //
