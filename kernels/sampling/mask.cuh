@@ -47,9 +47,11 @@ struct NoWeights {
 };
 template <class T, int C, class W>
 static __device__ __noinline__ Mass write_slice(const typename Kept<T, C>::TeamRow row, const Softmax softmax, T* out,
-                                                float low, float high, bool open, unsigned end_of_equal, Elements* slice,
-                                                unsigned* slots) {
-  constexpr int kDepth = 2;
+                                                float low, float high, bool open, unsigned end_of_equal) {
+  constexpr int kDepth = W::kSums && sizeof(T) == 2 ? 1 : 2;
+  // By what is known without a register.
+  Elements* const slice = &reinterpret_cast<Shared<C>*>(dynamic)->slice;
+  unsigned* const slots = &Kept<T, C>::left_open().slots;
   const W weights(softmax);
   typename W::Sum sum;
   const bool aligned = (size_t)out % 16 / sizeof(T) == row.shift;
@@ -126,12 +128,10 @@ __device__ __noinline__ void mask_rest(const Kept<T, C>* of_row, float own_best,
   Mass above = {0, 0};
   if (C == 1 && kept.sums_above()) {
     by_exponents(kept.softmax, (row.end - row.begin) / kThreads * Row<T>::kWidth + 2 * Row<T>::kWidth, [&](auto way) {
-      above = write_slice<T, C, Weights<way.kWay>>(row, kept.softmax, out, low, high, open, kept.cut_end,
-                                                   &kept.shared.slice, &kept.left_open().slots);
+      above = write_slice<T, C, Weights<way.kWay>>(row, kept.softmax, out, low, high, open, kept.cut_end);
     });
   } else {
-    write_slice<T, C, NoWeights>(row, kept.softmax, out, low, high, open, kept.cut_end, &kept.shared.slice,
-                                 &kept.left_open().slots);
+    write_slice<T, C, NoWeights>(row, kept.softmax, out, low, high, open, kept.cut_end);
   }
   if (!open) return;
   // What turns out not to be kept is overwritten.

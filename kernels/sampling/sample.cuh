@@ -154,8 +154,9 @@ template <int C>
 constexpr int kTileDepth = C == 1 ? 2 : 1;
 template <class T, int C, Exponents kExponents>
 static __device__ __noinline__ void sum_segments(const typename Kept<T, C>::TeamRow row, const Softmax softmax, int tiles,
-                                                 float low, float high, bool open, unsigned end_of_equal, u64 each,
-                                                 Mass* segments, Elements* slice, unsigned* slots) {
+                                                 float low, float high, bool open, unsigned end_of_equal, u64 each) {
+  // By what is known without a register.
+  auto& shared = *reinterpret_cast<Shared<C>*>(dynamic);
   constexpr int kDepth = kTileDepth<C>, kTile = kDepth * 32, kChunk = 256 / kTile;
   const Weights<kExponents> weights(softmax);
   const int lane = threadIdx.x % 32, length = tiles * kTile;
@@ -198,8 +199,8 @@ static __device__ __noinline__ void sum_segments(const typename Kept<T, C>::Team
           if (!(x >= low) || x > high) continue;
           const unsigned position = row.first(j + d * 32) + w;
           if (open) {
-            const unsigned slot = shared_add(slots, 1);
-            if (slot < kCandidates) slice->keys[slot] = key_of(x), slice->positions[slot] = position;
+            const unsigned slot = shared_add(&Kept<T, C>::left_open().slots, 1);
+            if (slot < kCandidates) shared.slice.keys[slot] = key_of(x), shared.slice.positions[slot] = position;
           } else {
             equal += position < end_of_equal;
           }
@@ -208,7 +209,7 @@ static __device__ __noinline__ void sum_segments(const typename Kept<T, C>::Team
     }
     if (ends) {
       const Mass mass = warp_sum(sum.mass() + times(each, equal));
-      if (lane == 0) segments[segment] = mass;
+      if (lane == 0) shared.segments[segment] = mass;
       sum = {}, equal = 0, segment += kWarps, left = tiles;
     } else {
       left--;
@@ -219,7 +220,7 @@ static __device__ __noinline__ void sum_segments(const typename Kept<T, C>::Team
   }
 #pragma unroll 1
   for (; segment < kSegments; segment += kWarps) {
-    if (lane == 0) segments[segment] = {0, 0};
+    if (lane == 0) shared.segments[segment] = {0, 0};
   }
 }
 
@@ -253,8 +254,7 @@ __device__ __noinline__ Inverted invert_in_memory(const Kept<T, C>* of_row, u64 
   const u64 each = !open && end_of_equal > 0 ? mass_of_few(kept.softmax, low) : 0;
   __syncthreads();
   by_exponents(kept.softmax, length, [&](auto way) {
-    sum_segments<T, C, way.kWay>(row, kept.softmax, tiles, low, high, open, end_of_equal, each, segments,
-                                 &kept.shared.slice, &kept.left_open().slots);
+    sum_segments<T, C, way.kWay>(row, kept.softmax, tiles, low, high, open, end_of_equal, each);
   });
   int edge;
   if (open && row.has_edge(&edge)) {

@@ -2202,7 +2202,9 @@ struct Kept : Cut {
   // No call: what lives through one has few registers.
   template <Exponents kExponents>
   static __device__ __noinline__ Weighed weigh_slice(const TeamRow row, const Softmax softmax, const Bracket bracket,
-                                                     float floor, BracketHistogram<C>* histogram) {
+                                                     float floor) {
+    // By what is known without a register.
+    BracketHistogram<C>* const histogram = &reinterpret_cast<Shared<C>*>(dynamic)->bracketed;
     constexpr int kDepth = C == 1 ? 2 : 1;
     const Weights<kExponents> weights(softmax);
     typename Weights<kExponents>::Sum whole, above;
@@ -2277,7 +2279,7 @@ struct Kept : Cut {
     if constexpr (kWeighs) {
       Weighed own;
       by_exponents(softmax, ((row.end - row.begin) / kThreads + 2) * Row<T>::kWidth, [&](auto way) {
-        own = weigh_slice<way.kWay>(row, softmax, bracket, floor, &histogram);
+        own = weigh_slice<way.kWay>(row, softmax, bracket, floor);
       });
       int at;
       if (row.has_edge(&at)) {
