@@ -87,6 +87,13 @@ __device__ __forceinline__ unsigned all_if_above(unsigned long long a, unsigned 
   return all;
 }
 
+// A f32 above 0 as f64, by its bits.
+__device__ __forceinline__ double widened(unsigned bits) {
+  double y;
+  asm("{\n.reg .u64 wide;\nmad.wide.u32 wide, %1, 0x20000000, 0x3800000000000000;\nmov.b64 %0, wide;\n}" : "=d"(y) : "r"(bits));
+  return y;
+}
+
 // Values of which the compiler is to know nothing from here on.
 __device__ __forceinline__ void forget_value(int& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void forget_value(unsigned& x) { asm volatile("" : "+r"(x)); }

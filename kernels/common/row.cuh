@@ -162,13 +162,22 @@ struct Row {
     }
   }
 
+  // Sends a chunk of the slice to L2, by a line a thread: the one after that which begins where the block is, at `j` a
+  // thread. For passes that have no registers for as many loads as memory takes; once a chunk.
+  static constexpr int kChunk = 4 * kThreads;
+  __device__ __forceinline__ void prefetch_chunk(int j) const {
+    constexpr int kLine = 8;
+    const int at = j - (int)threadIdx.x + kChunk + (int)threadIdx.x * kLine;
+    if (!(kStages && staged) && threadIdx.x < kChunk / kLine && at < end) prefetch_to_l2(data + max(first(at), 0));
+  }
+
   // f(vectors, index of the first) for tiles of the slice's whole vectors: a tile's are `kThreads`
   // apart, and -inf beyond the last. Each thread has a tile of loads in flight while it looks at the one
   // before.
-  template <int kDepth, class F>
+  template <int kDepth, bool kPrefetches = false, class F>
   __device__ __forceinline__ void for_each_tile(F f) const {
-    const int whole = (shift + size) / kWidth;
-    const int from = begin == 0 && shift > 0 ? 1 : begin, to = min(end, whole);
+    int from, to;
+    whole_vectors(&from, &to);
     Vector<T> nothing;
 #pragma unroll
     for (int w = 0; w < kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
@@ -181,6 +190,7 @@ struct Row {
 #pragma unroll 1
     while (j < to) {
       const int ahead = j + kDepth * kThreads;
+      if (kPrefetches && (j - from) / kThreads % (kChunk / kThreads) == 0) prefetch_chunk(j);
       Vector<T> next[kDepth];
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {
@@ -204,6 +214,19 @@ struct Row {
   __device__ __forceinline__ bool has_edge(int* at) const {
     *at = threadIdx.x == 0 ? begin : end - 1;
     return threadIdx.x < (end - begin > 1 ? 2 : end - begin) && (first(*at) < 0 || first(*at) + kWidth > size);
+  }
+
+  // The slice's whole vectors.
+  __device__ __forceinline__ void whole_vectors(int* from, int* to) const {
+    *from = begin == 0 && shift > 0 ? 1 : begin, *to = min(end, (shift + size) / kWidth);
+  }
+  // A whole vector, or -inf.
+  __device__ __forceinline__ Vector<T> load_whole(int j, bool is_whole) const {
+    if (is_whole) return load_inside(j);
+    Vector<T> nothing;
+#pragma unroll
+    for (int w = 0; w < kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
+    return nothing;
   }
 
   // f(logit, position) for every element of the slice once, and with -inf for the few positions

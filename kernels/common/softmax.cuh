@@ -80,23 +80,15 @@ struct Softmax {
     scaled_temperature = (max == CUDART_INF_F ? 1.0f : temperature) * scale;
   }
 
-  // Whether that is the difference alone: as it is for most rows.
-  __device__ __forceinline__ bool is_plain() const {
-    return scale == 1.0f && scaled_temperature == 1.0f && max < CUDART_INF_F;
-  }
-
   // (x - max) / T, at most 0; for what is above -inf.
-  template <bool kPlain = false>
   __device__ __forceinline__ float exponent(float x) const {
-    if constexpr (kPlain) return x - max;
     float z = x * scale - scaled_max;
     if (scaled_temperature != 1.0f) z = z / scaled_temperature;
     return x == max ? 0.0f : z;
   }
 
-  template <bool kPlain = false>
   __device__ __forceinline__ float weight(float x) const {
-    const float z = exponent<kPlain>(x);
+    const float z = exponent(x);
     if (!(x > -CUDART_INF_F) || !(z >= -43.0f)) return 0.0f;
     const float round = 12582912.0f;
     const float shifted = z * 1.44269504088896340736f + round;
@@ -115,10 +107,7 @@ struct Softmax {
   }
 
   // The weight in units of 2^-62, rounded down.
-  template <bool kPlain = false>
-  __device__ __forceinline__ u64 mass(float x) const {
-    return mass_of(weight<kPlain>(x));
-  }
+  __device__ __forceinline__ u64 mass(float x) const { return mass_of(weight(x)); }
   // Of a weight: its fraction, shifted. A conversion is slower.
   static __device__ __forceinline__ u64 mass_of(float w) {
     const unsigned bits = __float_as_uint(w);
@@ -140,3 +129,113 @@ struct Softmax {
 // A weight where speed matters less than the size of the code, which the driver compiles when it is
 // first loaded.
 __device__ __noinline__ u64 mass_of_few(const Softmax softmax, float x) { return softmax.mass(x); }
+
+// How a pass over many logits of a row makes exponents: of most rows an exponent is the difference to the maximum alone,
+// or that by a temperature that is far from all limits.
+enum class Exponents { kDifference, kQuotient, kAny };
+
+// The weights of many logits of one row, and their exact sum by one thread: the same bits as Softmax's, in fewer
+// instructions.
+//
+// A weight is added in f64 to a sum that is a multiple of 2^-30, whatever it is rounded to; what the rounding leaves is
+// exact, and added to another sum, of multiples of 2^-62, rounded down. Both sums stay multiples of their unit, below
+// 2^53 of them: so they are integers, and no order shows. A mass is rounded down once, at 2^-62, and so is it here: what
+// the first sum takes of it is a multiple of that.
+template <Exponents kExponents>
+struct Weights {
+  static constexpr bool kSums = true;
+  float max, temperature, reciprocal;
+
+  __device__ explicit Weights(const Softmax& softmax)
+      : max(softmax.max), temperature(softmax.scaled_temperature), reciprocal(1.0f / softmax.scaled_temperature) {}
+
+  // Of a number, or 0 where `counts` is false. What is -inf or NaN has none.
+  __device__ __forceinline__ float of(float x, bool counts = true) const {
+    float z = x - max;
+    if constexpr (kExponents == Exponents::kQuotient) {
+      // The quotient: by the reciprocal it is off by less than 2 units in the last place, after one correction by less
+      // than 1, and after the second it is the rounded one (Markstein). Of what is infinite they make NaN. Exponents
+      // closer to 0 than 2^-26, where a remainder might not be exact, have the weight 1 whatever they are.
+      float q = z * reciprocal;
+      q = __fmaf_rn(__fmaf_rn(-q, temperature, z), reciprocal, q);
+      z = __fmaf_rn(__fmaf_rn(-q, temperature, z), reciprocal, q);
+    }
+    const float round = 12582912.0f;
+    const float shifted = z * 1.44269504088896340736f + round;
+    const float n = shifted - round;
+    float r = __fmaf_rn(-n, 0.693359375f, z);  // The product is exact.
+    r = r - n * -2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 0.5f;
+    const float e = p * (r * r) + r + 1.0f;
+    // Times 2^n: what is shifted out of `shifted` are the bits of `round`.
+    const float weight = __uint_as_float(__float_as_uint(e) + (__float_as_uint(shifted) << 23));
+    return counts && z >= -43.0f ? weight : 0.0f;
+  }
+
+  // So many weights fit into a thread's sum, even all of them 1.
+  static constexpr int kMost = 1 << 20;
+  struct Sum {
+    double high = 0x1p22, low = 0x1.8p-10;
+
+    // The fraction and the exponent where f64 has them, by one instruction where a conversion waits for its unit. 0 comes
+    // out as 2^-127, of which nothing is left in a sum that is rounded down.
+    static __device__ __forceinline__ double wide(float weight) { return widened(__float_as_uint(weight)); }
+    __device__ __forceinline__ void add(float weight) {
+      const double its = wide(weight), next = high + its;
+      low = __dadd_rd(low, its - (next - high)), high = next;
+    }
+    // Where the weight is in one sum it may be in another, too.
+    __device__ __forceinline__ void add(float weight, Sum& other, bool in_other) {
+      const double its = wide(weight), whole = its + 0x1.8p22 - 0x1.8p22, rest = its - whole;
+      high += whole, low = __dadd_rd(low, rest);
+      if (in_other) other.high += whole, other.low = __dadd_rd(other.low, rest);
+    }
+    // By their bits: the beginning's are 0 of the first, and half the range of the other.
+    __device__ __forceinline__ Mass mass() const {
+      const u64 whole = (u64)__double_as_longlong(high) & (1ull << 52) - 1;
+      const long long rest = __double_as_longlong(low) - __double_as_longlong(0x1.8p-10);
+      return Mass{whole << 32, whole >> 32} + Mass{(u64)rest, (u64)(rest >> 63)};
+    }
+  };
+};
+
+// For all other rows, and those of more than a thread's sum holds: by integers.
+template <>
+struct Weights<Exponents::kAny> {
+  static constexpr bool kSums = true;
+  Softmax softmax;
+
+  __device__ explicit Weights(const Softmax& softmax) : softmax(softmax) {}
+  __device__ __forceinline__ float of(float x, bool counts = true) const { return counts ? softmax.weight(x) : 0.0f; }
+
+  struct Sum {
+    Mass sum = {0, 0};
+
+    __device__ __forceinline__ void add(float weight) { sum = sum + Mass{Softmax::mass_of(weight), 0}; }
+    __device__ __forceinline__ void add(float weight, Sum& other, bool in_other) {
+      const Mass mass = {Softmax::mass_of(weight), 0};
+      sum = sum + mass;
+      if (in_other) other.sum = other.sum + mass;
+    }
+    __device__ __forceinline__ Mass mass() const { return sum; }
+  };
+};
+
+// f(the way) for a row of which a thread adds up so many, at most.
+template <Exponents kExponents>
+struct Way {
+  static constexpr Exponents kWay = kExponents;
+};
+template <class F>
+__device__ __forceinline__ void by_exponents(const Softmax& softmax, int each, F f) {
+  const float t = softmax.scaled_temperature;
+  const bool any = softmax.scale != 1.0f || !(fabsf(softmax.max) < CUDART_INF_F) || !(t >= 0x1p-30f && t <= 0x1p30f);
+  if (any || each > Weights<Exponents::kDifference>::kMost) f(Way<Exponents::kAny>());
+  else if (t == 1.0f) f(Way<Exponents::kDifference>());
+  else f(Way<Exponents::kQuotient>());
+}

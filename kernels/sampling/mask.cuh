@@ -38,15 +38,27 @@ __device__ void fill(const Kept<T, C>& kept, T* out) {
 }
 
 // Writes a slice of what is above a bound. Of what equals it those below a position are kept; or, where the cut is still
-// open, what lies between two bounds is copied, and noted.
-template <class T, int C>
-static __device__ __noinline__ void write_slice(const typename Kept<T, C>::TeamRow row, T* out, float low, float high,
-                                                bool open, unsigned end_of_equal, Elements* slice, unsigned* slots) {
-  constexpr int kDepth = 2;
+// open, what lies between two bounds is copied, and noted. And the thread's sum of the weights above, if there is a way to
+// sum them.
+struct NoWeights {
+  static constexpr bool kSums = false;
+  struct Sum {};
+  __device__ explicit NoWeights(const Softmax&) {}
+};
+template <class T, int C, class W>
+static __device__ __noinline__ Mass write_slice(const typename Kept<T, C>::TeamRow row, const Softmax softmax, T* out,
+                                                float low, float high, bool open, unsigned end_of_equal) {
+  constexpr int kDepth = W::kSums && sizeof(T) == 2 ? 1 : 2;
+  // By what is known without a register.
+  Elements* const slice = &reinterpret_cast<Shared<C>*>(dynamic)->slice;
+  unsigned* const slots = &Kept<T, C>::left_open().slots;
+  const W weights(softmax);
+  typename W::Sum sum;
   const bool aligned = (size_t)out % 16 / sizeof(T) == row.shift;
   const T dropped = from_bits<T>(Bits<T>::kNegInfinity);
 #pragma unroll 1
   for (int j = row.begin + threadIdx.x; j < row.end; j += kDepth * kThreads) {
+    if (W::kSums && (j - row.begin) / kThreads % (row.kChunk / kThreads) == 0) row.prefetch_chunk(j);
     Vector<T> v[kDepth];
 #pragma unroll
     for (int d = 0; d < kDepth; d++) {
@@ -60,11 +72,25 @@ static __device__ __noinline__ void write_slice(const typename Kept<T, C>::TeamR
 #pragma unroll
       for (int w = 0; w < Row<T>::kWidth; w++) {
         const float x = widen(v[d].at[w]);
+        if constexpr (W::kSums) sum.add(weights.of(x, x > high));
         const bool inside = x >= low && x <= high;
         any |= inside;
         if (!(x > high) && !(inside && (open || (unsigned)(first + w) < end_of_equal))) v[d].at[w] = dropped;
       }
-      if (any && open) Kept<T, C>::note_open(v[d], first, low, high, slice, slots);
+      if (any && open) {
+        if constexpr (W::kSums) {
+          // No call: what lives through one has few registers.
+#pragma unroll
+          for (int w = 0; w < Row<T>::kWidth; w++) {
+            const float x = widen(v[d].at[w]);
+            if (!(x >= low && x <= high)) continue;
+            const unsigned slot = shared_add(slots, 1);
+            if (slot < kCandidates) slice->keys[slot] = key_of(x), slice->positions[slot] = first + w;
+          }
+        } else {
+          Kept<T, C>::note_open(v[d], first, low, high, slice, slots);
+        }
+      }
       if (aligned && first >= 0 && first + Row<T>::kWidth <= row.size) {
         uint4 raw;
         memcpy(&raw, &v[d], sizeof(raw));
@@ -77,6 +103,8 @@ static __device__ __noinline__ void write_slice(const typename Kept<T, C>::TeamR
       }
     }
   }
+  if constexpr (W::kSums) return sum.mass();
+  else return {0, 0};
 }
 
 // All rows whose set is not among the best of the first pass. By itself: it takes no registers from the others.
@@ -96,11 +124,18 @@ __device__ __noinline__ void mask_rest(const Kept<T, C>* of_row, float own_best,
   const float high = open ? kept.left_open().high : low;
   // In place, no member may still be reading; and none may end while it is read. Where the cut is open, all have read
   // what is not their own before they told each other of the bracket, and wait for each other below.
-  if (!open) Team<C>::sync();
-  write_slice<T, C>(row, out, low, high, open, kept.cut_end, &kept.shared.slice, &kept.left_open().slots);
+  if (!open && !(C > 1 && kept.settled())) Team<C>::sync();
+  Mass above = {0, 0};
+  if (C == 1 && kept.sums_above()) {
+    by_exponents(kept.softmax, (row.end - row.begin) / kThreads * Row<T>::kWidth + 2 * Row<T>::kWidth, [&](auto way) {
+      above = write_slice<T, C, Weights<way.kWay>>(row, kept.softmax, out, low, high, open, kept.cut_end);
+    });
+  } else {
+    write_slice<T, C, NoWeights>(row, kept.softmax, out, low, high, open, kept.cut_end);
+  }
   if (!open) return;
   // What turns out not to be kept is overwritten.
-  kept.settle();
+  kept.settle(above);
   const int from = row.first(row.begin), to = row.first(row.end);
 #pragma unroll 1
   for (int i = threadIdx.x; i < kept.gathered; i += kThreads) {

@@ -2,8 +2,8 @@
 //
 // A small set is ranked by its ids. Where a larger one is on chip, the pivot search that truncates
 // also inverts: over ids, by mass.
-// Otherwise the row is summed in segments of consecutive ids, and the segment that the draw falls
-// into is scanned.
+// Otherwise, and where nothing limits the set, the row is summed in segments of consecutive ids by exact sums in f64
+// (softmax.cuh), and the segment that the draw falls into is scanned.
 #pragma once
 
 #include "truncate.cuh"
@@ -146,44 +146,81 @@ __device__ unsigned invert_on_chip(const Kept<T, C>& kept, u64 draw, Mass* mass)
   return ~found.key;
 }
 
-// The masses of what is kept of each segment. Of what equals a bound those below a position are kept; or, where the cut
-// is still open, what lies between two bounds is noted.
-template <class T, int C>
-static __device__ __noinline__ void sum_segments(const typename Kept<T, C>::TeamRow row, const Softmax softmax, int length,
-                                                 float low, float high, bool open, unsigned end_of_equal, Mass* segments,
-                                                 Elements* slice, unsigned* slots) {
-  const int lane = threadIdx.x % 32;
+// The masses of what is kept of each segment's whole vectors: of so many tiles of a warp's loads. Of what equals a bound,
+// of mass `each`, those below a position are kept; or, where the cut is still open, what lies between two bounds is noted.
+// A warp has a tile of loads in flight while it looks at the one before, beyond the ends of segments. No call: what lives
+// through one has few registers.
+template <int C>
+constexpr int kTileDepth = C == 1 ? 2 : 1;
+template <class T, int C, Exponents kExponents>
+static __device__ __noinline__ void sum_segments(const typename Kept<T, C>::TeamRow row, const Softmax softmax, int tiles,
+                                                 float low, float high, bool open, unsigned end_of_equal, u64 each) {
+  // By what is known without a register.
+  auto& shared = *reinterpret_cast<Shared<C>*>(dynamic);
+  constexpr int kDepth = kTileDepth<C>, kTile = kDepth * 32, kChunk = 256 / kTile;
+  const Weights<kExponents> weights(softmax);
+  const int lane = threadIdx.x % 32, length = tiles * kTile;
+  int from, to;
+  row.whole_vectors(&from, &to);
+  int segment = threadIdx.x / 32, left = tiles, j = row.begin + segment * length + lane;
+  typename Weights<kExponents>::Sum sum;
+  unsigned equal = 0;
+  Vector<T> v[kDepth];
+#pragma unroll
+  for (int d = 0; d < kDepth; d++) v[d] = row.load_whole(j + d * 32, j + d * 32 >= from && j + d * 32 < to);
 #pragma unroll 1
-  for (int s = threadIdx.x / 32; s < kSegments; s += kWarps) {
-    const int begin = row.begin + s * length, end = min(begin + length, row.end);
-    Mass mass = {0, 0};
-    Vector<T> v;
-    if (begin + lane < end) v = row.load(begin + lane);
-#pragma unroll 1
-    for (int j = begin + lane; j < end; j += 32) {
-      Vector<T> next;
-      if (j + 32 < end) next = row.load(j + 32);
-      bool any = false;
+  while (j - lane < to) {
+    const bool ends = left == 1 || j - lane + kTile >= to;
+    const int ahead = ends ? row.begin + (segment + kWarps) * length + lane : j + kTile;
+    if (C == 1 && left % kChunk == 0) {
+      // The next so many of the warp's tiles to L2: a lane a line.
+      const int tile = left > kChunk ? j - lane + kChunk * kTile : row.begin + (segment + kWarps) * length;
+      if (tile + lane * 8 < to) prefetch_to_l2(row.data + max(row.first(tile + lane * 8), 0));
+    }
+    Vector<T> next[kDepth];
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) next[d] = row.load_whole(ahead + d * 32, ahead + d * 32 < to);
+    bool any = false;
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) {
 #pragma unroll
       for (int w = 0; w < Row<T>::kWidth; w++) {
-        const float x = widen(v.at[w]);
-        if (x > high) mass = mass + Mass{softmax.mass(x), 0};
-        any |= x >= low && x <= high;
+        const float x = widen(v[d].at[w]);
+        sum.add(weights.of(x, x > high));
+        any |= x >= low && !(x > high);
       }
-      if (any && open) {
-        Kept<T, C>::note_open(v, row.first(j), low, high, slice, slots);
-      } else if (any) {
-        unsigned equal = 0;
+    }
+    if (any) {
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
 #pragma unroll
         for (int w = 0; w < Row<T>::kWidth; w++) {
-          equal += widen(v.at[w]) == low && (unsigned)(row.first(j) + w) < end_of_equal;
+          const float x = widen(v[d].at[w]);
+          if (!(x >= low) || x > high) continue;
+          const unsigned position = row.first(j + d * 32) + w;
+          if (open) {
+            const unsigned slot = shared_add(&Kept<T, C>::left_open().slots, 1);
+            if (slot < kCandidates) shared.slice.keys[slot] = key_of(x), shared.slice.positions[slot] = position;
+          } else {
+            equal += position < end_of_equal;
+          }
         }
-        mass = mass + times(mass_of_few(softmax, low), equal);
       }
-      v = next;
     }
-    mass = warp_sum(mass);
-    if (lane == 0) segments[s] = mass;
+    if (ends) {
+      const Mass mass = warp_sum(sum.mass() + times(each, equal));
+      if (lane == 0) shared.segments[segment] = mass;
+      sum = {}, equal = 0, segment += kWarps, left = tiles;
+    } else {
+      left--;
+    }
+#pragma unroll
+    for (int d = 0; d < kDepth; d++) v[d] = next[d];
+    j = ahead;
+  }
+#pragma unroll 1
+  for (; segment < kSegments; segment += kWarps) {
+    if (lane == 0) shared.segments[segment] = {0, 0};
   }
 }
 
@@ -207,21 +244,43 @@ __device__ __noinline__ Inverted invert_in_memory(const Kept<T, C>* of_row, u64 
     }
     return mass;
   };
-  const int length = (row.end - row.begin + kSegments - 1) / kSegments;
+  constexpr int kTile = kTileDepth<C> * 32;
+  const int tiles = max((row.end - row.begin + kTile * kSegments - 1) / (kTile * kSegments), 1), length = tiles * kTile;
   const bool open = kept.open;
-  const float low = open ? kept.left_open().low : greatest_up_to(kept.cut_key);
-  const float high = open ? kept.left_open().high : low;
+  const unsigned end_of_equal = kept.cut_end;
+  const float high = open ? kept.left_open().high : greatest_up_to(kept.cut_key);
+  // Where nothing that equals it is kept, nothing is to be looked for.
+  const float low = open ? kept.left_open().low : end_of_equal > 0 ? high : CUDART_NAN_F;
+  const u64 each = !open && end_of_equal > 0 ? mass_of_few(kept.softmax, low) : 0;
   __syncthreads();
-  sum_segments<T, C>(row, kept.softmax, length, low, high, open, kept.cut_end, segments, &kept.shared.slice,
-                     &kept.left_open().slots);
-  if (open) kept.settle();
+  by_exponents(kept.softmax, length, [&](auto way) {
+    sum_segments<T, C, way.kWay>(row, kept.softmax, tiles, low, high, open, end_of_equal, each);
+  });
+  int edge;
+  if (open && row.has_edge(&edge)) {
+    Kept<T, C>::note_open(row.load(edge), row.first(edge), low, high, &kept.shared.slice, &kept.left_open().slots);
+  }
   __syncthreads();
-  Mass mine = threadIdx.x < kSegments ? segments[threadIdx.x] : Mass{0, 0};
-  if (open && threadIdx.x < kSegments) {
-    const int begin = row.begin + threadIdx.x * length, end = min(begin + length, row.end);
+  Mass mine = {0, 0};
+  const int begin = min(row.begin + (int)min((int)threadIdx.x, kSegments) * length, row.end), end = min(begin + length, row.end);
+  if (threadIdx.x < kSegments) {
+    mine = segments[threadIdx.x];
+    const auto add_edge = [&](int j) {
+      const int first = row.first(j);
+#pragma unroll 1
+      for (int i = max(first, 0); i < min(first + Row<T>::kWidth, row.size); i++) {
+        const float x = widen(row.data[i]);
+        if (x > high || (x >= low && !open && (unsigned)i < end_of_equal)) mine = mine + Mass{mass_of_few(kept.softmax, x), 0};
+      }
+    };
+    if (begin < end && row.first(begin) < 0) add_edge(begin);
+    if (begin < end && row.first(end) > row.size && (end - 1 > begin || row.first(begin) >= 0)) add_edge(end - 1);
+  }
+  if (open) {
+    kept.settle(mine);
     const int from = row.first(begin), to = row.first(end);
 #pragma unroll 1
-    for (int i = 0; i < kept.gathered; i++) {
+    for (int i = 0; threadIdx.x < kSegments && i < kept.gathered; i++) {
       const int position = (int)kept.shared.gathered.positions[i];
       const float x = value_of(kept.shared.gathered.keys[i]);
       if (position >= from && position < to && kept.holds(x, position)) {
@@ -232,7 +291,17 @@ __device__ __noinline__ Inverted invert_in_memory(const Kept<T, C>* of_row, u64 
   // One segment a thread; the sum over those before it is exact in any order.
   Mass own, total;
   const Mass start = block_exclusive_sum(mine, Mass{0, 0}, AddSums(), &own);
-  const Mass before = team_exclusive_sum<C>(own, Mass{0, 0}, AddSums(), &total);
+  Mass before = {0, 0};
+  total = own;
+  if constexpr (C > 1) {
+    // The first that the members say here: none reads an earlier word.
+    __shared__ Mass said;
+    if (threadIdx.x == 0) said = own;
+    Team<C>::sync();
+    const unsigned lane = threadIdx.x % 32;
+    const Mass its = lane < Team<C>::size() ? *Team<C>::at(&said, lane) : Mass{0, 0};
+    total = warp_sum(its), before = warp_sum(lane < Team<C>::rank() ? its : Mass{0, 0});
+  }
   Mass point = inverted(total, draw);
   if (point < before || !(point < before + own)) return {~0u, total};
   point = point - before;
@@ -245,13 +314,13 @@ __device__ __noinline__ Inverted invert_in_memory(const Kept<T, C>* of_row, u64 
   if (!(point < start) && point < start + mine) at.rest = point - start, at.segment = threadIdx.x;
   __syncthreads();
   point = at.rest;
-  const int begin = row.begin + at.segment * length, end = min(begin + length, row.end);
+  const int first = row.begin + at.segment * length, last = min(first + length, row.end);
 #pragma unroll 1
-  for (int base = begin; base < end; base += kThreads) {
+  for (int base = first; base < last; base += kThreads) {
     const int j = base + threadIdx.x;
     Vector<T> v;
     Mass mass = {0, 0};
-    if (j < end) v = row.load(j), mass = mass_of(v, row.first(j));
+    if (j < last) v = row.load(j), mass = mass_of(v, row.first(j));
     Mass sum;
     Mass before = block_exclusive_sum(mass, Mass{0, 0}, AddSums(), &sum);
     if (!(point < before) && point < before + mass) {

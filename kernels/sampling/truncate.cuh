@@ -21,12 +21,16 @@
 //     values, and before each step it shrinks to the keys that exist in it, so at most 16 steps leave
 //     one key, whatever the values; as soon as 32 elements are left in it, a warp ranks them. Where
 //     the bounds of the f32 sum give one answer, no exact sum is taken. On a miss, and for a top-k of
-//     more than can be gathered from the start, a sample proposes a bracket: two values that the cut
-//     lies between, but in a few rows of a million. One pass sums what is above the bracket, and all,
-//     exactly, with a histogram of what is inside. The bin of the cut holds few elements: the pass that
-//     writes, or sums for a draw, notes them, and they are settled after it. Where the bracket misses,
-//     or the bin is full, a histogram of the row narrows the range by 2048 at a time until what is in
-//     it fits into shared memory, and the search goes on there.
+//     more than can be gathered from the start, two values are proposed that the cut lies between, a
+//     bracket: by a sample, which is right but in a few rows of 100,000, or by mass in a row that is on
+//     chip by a histogram of all of it. One pass sums what is above the bracket, and all, with a
+//     histogram of what is inside, and the cut lies in a bin of few elements. A cluster sums exactly,
+//     looks those few up on chip, and a warp compares them. One block, which would read the row once more for
+//     that, counts alone what is inside: that bounds the masses of bins, so the cut lies in one or two.
+//     The pass that writes, or sums for a draw, has time for exact sums while it waits for memory: it
+//     notes the few, and they are settled after it. Where the bracket misses, or the bins are full, a
+//     histogram of the row narrows the range by 2048 at a time until what is in it fits into shared
+//     memory, and the search goes on there.
 //  4. Duplicates. Of the elements that have the cut's key, those with the lowest positions are
 //     kept. The same pivot search, over positions, finds the last of them.
 //
@@ -112,7 +116,7 @@ struct alignas(16) Histogram {
   unsigned counts[kBins], mass0[kBins], mass1[kBins], mass2[kBins];
 };
 
-constexpr int kSegments = 256;
+constexpr int kSegments = kThreads > 512 ? 128 : 64;
 
 // Values between two of a row, in bins of even width: `kBinsOf<C>` of them.
 template <int C>
@@ -123,13 +127,20 @@ struct Bracket {
 
   // For values inside. The greater the value, the higher its bin, as every rounding keeps the order.
   template <int C>
-  __device__ __forceinline__ int bin(float x) const {
-    return (int)min(__float2uint_rz((x - low) * bins), kBinsOf<C> - 1u);
+  __device__ __forceinline__ unsigned bin(float x) const {
+    return min(__float2uint_rz((x - low) * bins), kBinsOf<C> - 1u);
   }
 };
+// Of a member: what its slice has in each bin, and then what the team has, as the members tell each other.
 template <int C>
 struct alignas(16) BracketHistogram {
   unsigned counts[kBinsOf<C>], mass0[kBinsOf<C>], mass1[kBinsOf<C>], mass2[kBinsOf<C>];
+  Mass sums[kBinsOf<C>];
+};
+// One block does not add up masses, but bounds them.
+template <>
+struct alignas(16) BracketHistogram<1> {
+  unsigned counts[kBinsOf<1>];
 };
 
 // The best of a row in order, found first in any order.
@@ -242,6 +253,16 @@ __device__ __forceinline__ void add_mass(H* histogram, unsigned bin, u64 mass) {
   if (high && shared_add(&histogram->mass1[bin], high) > ~high) shared_add(&histogram->mass2[bin], 1);
 }
 
+// The elements of a bin that are settled by comparisons: a member's, and what the members have sent.
+template <int C>
+struct alignas(16) Few {
+  static constexpr unsigned kMost = 32;
+  u64 own[kMost], heard[C][kMost];
+  unsigned slots, counts[C];
+  // Of the pass: the warps' sums.
+  Mass parts[2][kWarps];
+};
+
 // Room for a truncation's state: `Kept::apart`.
 struct alignas(16) Apart {
   unsigned char bytes[256];
@@ -254,7 +275,10 @@ struct alignas(16) Shared {
   union {
     Top top;
     struct {
-      Mass segments[kSegments];
+      union {
+        Mass segments[kSegments];
+        Few<C> few;
+      };
       Apart apart;
     };
   };
@@ -271,7 +295,10 @@ struct alignas(16) Shared<1> {
   union {
     Top top;
     struct {
-      Mass segments[kSegments];
+      union {
+        Mass segments[kSegments];
+        Few<1> few;
+      };
       Apart apart;
     };
   };
@@ -283,7 +310,7 @@ struct alignas(16) Shared<1> {
   };
 };
 static_assert(sizeof(BracketHistogram<8>) <= sizeof(Elements), "no member notes elements where another still counts");
-static_assert(sizeof(Shared<1>) == 4352 + (32 << 10) || sizeof(Shared<8>) == 4352 + (32 << 10),
+static_assert(sizeof(Shared<1>) == 3216 + (32 << 10) || sizeof(Shared<8>) == 3216 + (32 << 10),
               "src/sampling/cuda.rs asks for as much");
 
 // A measure of elements: their number or their mass. The search is the same for both.
@@ -517,8 +544,9 @@ struct Kept : Cut {
   struct Open {
     unsigned from, to;
     float low, high;  // the same as values
-    // The measure of what is kept of it, a mass or a number.
-    bool by_mass;
+    // The measure of what is kept of it, a mass or a number. Or that of all that is kept, if the pass that notes what is
+    // inside is to sum what is above.
+    bool by_mass, sums;
     Mass rest;
     unsigned slots;  // how many the member has noted
   };
@@ -593,11 +621,18 @@ struct Kept : Cut {
     }
   }
 
-  // Of the greatest logits of parts of the row; of what a pass finds; of what it gathers.
+  // Of the greatest logits of parts of the row; of what a pass finds; of what it gathers. And of what a bracket holds:
+  // opened where it is needed, before a barrier of the team.
   static __device__ __forceinline__ Mail& mail(int kind) {
-    __shared__ Mail boxes[3];
+    __shared__ Mail boxes[8];
     return boxes[kind];
   }
+  // A cut by number comes to pass once at most, and so does one by mass.
+  static __device__ __forceinline__ Mail& range_mail() { return mail(7); }
+  template <class M>
+  static __device__ __forceinline__ Mail& bin_mail() { return mail(sizeof(typename M::Sum) == sizeof(unsigned) ? 3 : 5); }
+  template <class M>
+  static __device__ __forceinline__ Mail& few_mail() { return mail(sizeof(typename M::Sum) == sizeof(unsigned) ? 4 : 6); }
 
   // Of the parts' greatest logits, the one that is proposed.
   static __device__ __forceinline__ unsigned& nth_greatest() {
@@ -623,6 +658,12 @@ struct Kept : Cut {
 
   // Of a thread's weights, at least: finite where there is nothing but -inf.
   static constexpr float kLeastOrigin = -1e30f;
+
+  // Whether all members are known to have read what they read of others, and of the row before it is written.
+  static __device__ __forceinline__ bool& settled() {
+    __shared__ bool are;
+    return are;
+  }
 
   // How many elements the pass has noted.
   static __device__ __forceinline__ unsigned& noted() {
@@ -679,6 +720,17 @@ struct Kept : Cut {
     Mass sum = {0, 0};
     row.for_each([&](float x, int) {
       if (key_of(x) > key) sum = sum + Mass{softmax.mass(x), 0};
+    });
+    return sum;
+  }
+  // The same where it may be much, and what calls it has registers to spare.
+  static __device__ __noinline__ Mass much_mass_above(const TeamRow row, const Softmax softmax, unsigned key) {
+    Mass sum = {0, 0};
+    by_exponents(softmax, ((row.end - row.begin) / kThreads + 1) * Row<T>::kWidth, [&](auto way) {
+      const Weights<way.kWay> weights(softmax);
+      typename Weights<way.kWay>::Sum own;
+      row.for_each([&](float x, int) { own.add(weights.of(x, key_of(x) > key)); });
+      sum = own.mass();
     });
     return sum;
   }
@@ -788,6 +840,13 @@ struct Kept : Cut {
 
   // All else.
   __device__ __forceinline__ void search(int joint) {
+    if (!limited() && !(limits.top_p < 1.0f) && !(limits.min_p > 0.0f)) {
+      cut_key = kNegInfinityKey;
+      if (threadIdx.x == 0) settled() = false;
+      __syncthreads();
+      return;
+    }
+    if (threadIdx.x == 0) settled() = false;
     if constexpr (C > 1) {
       if (!many()) {
         // Read before the members go apart: what outweighed() reads, a member that is ahead writes anew.
@@ -850,7 +909,11 @@ struct Kept : Cut {
       if (open) ties = resolve();
       min_p(&ties);
     }
-    if (!open && ties) cut_end = kVariant.cuts_duplicates ? position_of_tie(ties) : ~0u;
+    if (!open && ties) {
+      cut_end = kVariant.cuts_duplicates ? position_of_tie(ties) : ~0u;
+      if (threadIdx.x == 0) settled() = false;
+      __syncthreads();
+    }
   }
 
   // The sum of the weights that the pass has not gathered, of all members. By whole warps.
@@ -1920,7 +1983,8 @@ struct Kept : Cut {
     const float floor = of_kept ? value_of(cut_key) : -CUDART_INF_F;
     if (C > 1 && limited) Team<C>::sync();  // Others may still read what has been counted.
     forget();
-    const Bracket bracket = bracket_of(row, &shared.histogram, share, scale, floor, ceiling);
+    const Bracket bracket = C > 1 && row.staged ? bracket_on_chip(share, floor, ceiling)
+                                                : bracket_of(row, &shared.histogram, share, scale, floor, ceiling);
     const Sums<Weight> sums = measure_bracket<Weight>(bracket, floor);
     const Mass whole = of_kept ? sums.whole + times(each, *ties) : sums.whole;
     const Mass target = nucleus(limits.top_p, whole);
@@ -1929,8 +1993,16 @@ struct Kept : Cut {
       return;
     }
     Found<Weight> found;
-    if (cut_in_bracket<Weight>(bracket, of_kept ? kept_key + 1 : kNegInfinityKey + 1, sums.above, target, &found)) {
+    Last last;
+    const unsigned from = of_kept ? kept_key + 1 : kNegInfinityKey + 1;
+    Known known;
+    if constexpr (C == 1) known = cut_by_bounds(bracket, from, sums, target, &found);
+    else known = cut_in_bracket<Weight>(bracket, from, sums, target, &found, &last);
+    if (known == Known::kKey) {
       cut_key = found.key, *ties = ties_for(target - found.above, mass_of_few(softmax, value_of(found.key)));
+    } else if (known == Known::kElement) {
+      cut_key = last.key, *ties = last.ties;
+      if (!limited || !joint) cut_end = last.end, *ties = 0;
     }
     if (limited && joint) {
       if (open) *ties = resolve();
@@ -1951,12 +2023,27 @@ struct Kept : Cut {
     if (numbers == 0) return true;
     softmax = Softmax(value_of(best_key), limits.temperature);
     cut_key = kNegInfinityKey;
+    if (k >= numbers) return false;
     Found<Count> found;
-    if (k < numbers && cut_in_bracket<Count>(bracket, kNegInfinityKey + 1, sums.above, k, &found)) {
+    Last last;
+    const Known known = cut_in_bracket<Count>(bracket, kNegInfinityKey + 1, sums, k, &found, &last);
+    if (known == Known::kKey) {
       cut_key = found.key, *ties = k - found.above;
+    } else if (known == Known::kElement) {
+      cut_key = last.key, *ties = last.ties;
+      // What else there may be to do needs no more than the key.
+      if (!(limits.top_p < 1.0f)) cut_end = last.end, *ties = 0;
     }
     return false;
   }
+
+  // The least and the greatest of some keys.
+  struct Ends {
+    unsigned least, most;
+  };
+  struct Widest {
+    __device__ __forceinline__ Ends operator()(Ends a, Ends b) const { return {min(a.least, b.least), max(a.most, b.most)}; }
+  };
 
   // Where a sample of the row says that `share` of it is reached in descending order, with what the sample may be off
   // by to both sides. Of its weights, or where the scale is negative of its number.
@@ -1969,10 +2056,7 @@ struct Kept : Cut {
     } said;
     const Sampled x(row);
     const auto takes_part = [&](float v) { return v > floor && v < ceiling; };
-    struct Ends {
-      unsigned least, most;
-    };
-    const auto widest = [](Ends a, Ends b) { return Ends{min(a.least, b.least), max(a.most, b.most)}; };
+    const Widest widest;
     Ends ends = {~0u, 0};
 #pragma unroll
     for (int i = 0; i < Sampled::kVectors; i++) {
@@ -2040,7 +2124,7 @@ struct Kept : Cut {
     // The deviation of the sum above a cut from its share.
     const float above = (float)said.squares, other = 1.0f - share;
     const float variance = above * other * other + (squares - above) * share * share;
-    const float margin = 4.5f * sqrtf(variance * kUnit) + 2.0f * (scale < 0.0f ? kUnit : 0.0f);
+    const float margin = 4.0f * sqrtf(variance * kUnit) + 2.0f * (scale < 0.0f ? kUnit : 0.0f);
     find(target - margin, [&](int bin, const Both&) { said.highest = bin; });
     find(target + margin, [&](int bin, const Both&) { said.lowest = bin; });
     __syncthreads();
@@ -2064,27 +2148,42 @@ struct Kept : Cut {
   template <class M>
   struct Sums {
     typename M::Sum above, whole;
+    // Of one block, which sums what is above in the end, instead of a mass: in units of the greatest weight, off by 2^-20.
+    double about;
   };
+  // A block's.
+  template <class M>
+  static __device__ __noinline__ Sums<M> block_sums(Sums<M> own, Mass (*words)[kWarps]) {
+    auto* const parts = reinterpret_cast<typename M::Sum(*)[kWarps]>(words);
+    const int lane = threadIdx.x % 32;
+    own.above = M::warp(own.above), own.whole = M::warp(own.whole);
+    __syncthreads();
+    if (lane == 0) parts[0][threadIdx.x / 32] = own.above, parts[1][threadIdx.x / 32] = own.whole;
+    __syncthreads();
+    own.above = M::warp(lane < kWarps ? parts[0][lane] : M::zero());
+    own.whole = M::warp(lane < kWarps ? parts[1][lane] : M::zero());
+    return own;
+  }
   // A thread's. Where all of the bracket is one value, it is counted here.
   struct Counted {
     unsigned above, whole, inside;
     float best;
 
-    __device__ __forceinline__ void add(float x, const Bracket& bracket, bool one, BracketHistogram<C>* histogram) {
+    __device__ __forceinline__ void add(float x, const Bracket& bracket, bool one, unsigned* counts) {
       whole += x > -CUDART_INF_F;
       if (x > bracket.high) above++;
       else if (x >= bracket.low) {
         if (one) inside++;
-        else shared_count(&histogram->counts[bracket.bin<C>(x)]);
+        else shared_count(&counts[bracket.bin<C>(x)]);
       }
     }
   };
   struct Weighed {
     Mass above, whole;
     unsigned inside;
+    double about;
   };
-  static __device__ __noinline__ Counted count_slice(const TeamRow row, const Bracket bracket,
-                                                     BracketHistogram<C>* histogram) {
+  static __device__ __noinline__ Counted count_slice(const TeamRow row, const Bracket bracket, unsigned* counts) {
     Counted own = {0, 0, 0, -CUDART_INF_F};
     const bool one = bracket.low == bracket.high;
     row.template for_each_tile<kLight>([&](const Vector<T>(&v)[kLight], int) {
@@ -2092,7 +2191,7 @@ struct Kept : Cut {
       for (int d = 0; d < kLight; d++) {
         own.best = max_or_nan(own.best, max_or_nan(v[d]));
 #pragma unroll
-        for (int w = 0; w < Row<T>::kWidth; w++) own.add(widen(v[d].at[w]), bracket, one, histogram);
+        for (int w = 0; w < Row<T>::kWidth; w++) own.add(widen(v[d].at[w]), bracket, one, counts);
       }
     });
     int at;
@@ -2100,25 +2199,63 @@ struct Kept : Cut {
       const Vector<T> v = row.load(at);
       own.best = max_or_nan(own.best, max_or_nan(v));
 #pragma unroll 1
-      for (int w = 0; w < Row<T>::kWidth; w++) own.add(widen(v.at[w]), bracket, one, histogram);
+      for (int w = 0; w < Row<T>::kWidth; w++) own.add(widen(v.at[w]), bracket, one, counts);
     }
     return own;
   }
-  // `kPlain`: where a logit's exponent is its difference to the maximum.
-  template <bool kPlain>
+
+  // The weights of a slice above a floor, and of those the ones above the bracket; what is inside goes into the histogram.
+  // No call: what lives through one has few registers.
+  template <Exponents kExponents>
   static __device__ __noinline__ Weighed weigh_slice(const TeamRow row, const Softmax softmax, const Bracket bracket,
-                                                     float floor, BracketHistogram<C>* histogram) {
-    Weighed own = {{0, 0}, {0, 0}, 0};
+                                                     float floor) {
+    // By what is known without a register.
+    BracketHistogram<C>* const histogram = &reinterpret_cast<Shared<C>*>(dynamic)->bracketed;
+    constexpr int kDepth = C == 1 ? 2 : 1;
+    const Weights<kExponents> weights(softmax);
+    typename Weights<kExponents>::Sum whole, above;
+    unsigned count = 0;
+    double about = 0.0;
     const bool one = bracket.low == bracket.high;
-    row.for_each([&](float x, int) {
-      const u64 mass = softmax.mass<kPlain>(x);
-      if (x > floor) own.whole = own.whole + Mass{mass, 0};
-      if (x > bracket.high) own.above = own.above + Mass{mass, 0};
-      else if (x >= bracket.low) {
-        if (one) own.inside++;
-        else add_mass(histogram, bracket.bin<C>(x), mass);
+    row.template for_each_tile<kDepth, C == 1>([&](const Vector<T>(&v)[kDepth], int) {
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) {
+        float some = 0.0f;
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) {
+          const float x = widen(v[d].at[w]);
+          const bool is_above = x > bracket.high;
+          const float weight = weights.of(x, x > floor);
+          if constexpr (C == 1) whole.add(weight), some += is_above ? weight : 0.0f;
+          else whole.add(weight, above, is_above);
+          if (x >= bracket.low && !is_above) {
+            if (one) count++;
+            else if constexpr (C == 1) shared_count(&histogram->counts[bracket.bin<C>(x)]);
+            else add_mass(histogram, bracket.bin<C>(x), Softmax::mass_of(weight));
+          }
+        }
+        if constexpr (C == 1) about += (double)some;
       }
     });
+    return {above.mass(), whole.mass(), count, about};
+  }
+  static __device__ __noinline__ Weighed weigh_edge(const TeamRow row, int at, const Softmax softmax, const Bracket bracket,
+                                                    float floor, BracketHistogram<C>* histogram) {
+    const Vector<T> v = row.load(at);
+    Weighed own = {{0, 0}, {0, 0}, 0, 0.0};
+#pragma unroll
+    for (int w = 0; w < Row<T>::kWidth; w++) {
+      const float x = widen(v.at[w]);
+      const u64 mass = x > floor ? mass_of_few(softmax, x) : 0;
+      own.whole = own.whole + Mass{mass, 0};
+      if (x > bracket.high) {
+        own.above = own.above + Mass{mass, 0}, own.about += (double)mass * 0x1p-62;
+      } else if (x >= bracket.low) {
+        if (bracket.low == bracket.high) own.inside++;
+        else if constexpr (C == 1) shared_count(&histogram->counts[bracket.bin<C>(x)]);
+        else add_mass(histogram, bracket.bin<C>(x), mass);
+      }
+    }
     return own;
   }
 
@@ -2132,7 +2269,11 @@ struct Kept : Cut {
 #pragma unroll 1
     for (int i = threadIdx.x; i < kBinsOf<C>; i += kThreads) {
       histogram.counts[i] = 0;
-      if (kWeighs) histogram.mass0[i] = histogram.mass1[i] = histogram.mass2[i] = 0;
+      if constexpr (kWeighs && C > 1) histogram.mass0[i] = histogram.mass1[i] = histogram.mass2[i] = 0;
+    }
+    if (threadIdx.x == 0) {
+      shared.few.slots = 0, settled() = false;
+      if constexpr (C > 1) bin_mail<M>().open(), few_mail<M>().open();
     }
     __syncthreads();
     count_step(), count_pass(kWeighs ? kFallback | kSecondPass : kFallback);
@@ -2140,22 +2281,31 @@ struct Kept : Cut {
       Sums<M> sums;
       unsigned best;
     } said = {};
-    unsigned inside;
+    unsigned count;
     if constexpr (kWeighs) {
-      const Weighed own = softmax.is_plain() ? weigh_slice<true>(row, softmax, bracket, floor, &histogram)
-                                             : weigh_slice<false>(row, softmax, bracket, floor, &histogram);
-      said.sums.above = block_sum<M>(own.above), said.sums.whole = block_sum<M>(own.whole), inside = own.inside;
+      Weighed own;
+      by_exponents(softmax, ((row.end - row.begin) / kThreads + 2) * Row<T>::kWidth, [&](auto way) {
+        own = weigh_slice<way.kWay>(row, softmax, bracket, floor);
+      });
+      int at;
+      if (row.has_edge(&at)) {
+        const Weighed edge = weigh_edge(row, at, softmax, bracket, floor, &histogram);
+        own.above = own.above + edge.above, own.whole = own.whole + edge.whole;
+        own.inside += edge.inside, own.about += edge.about;
+      }
+      said.sums = block_sums<M>({own.above, own.whole, 0.0}, shared.few.parts), count = own.inside;
+      if constexpr (C == 1) said.sums.about = block_reduce(own.about, AddSums());
     } else {
-      const Counted own = count_slice(row, bracket, &histogram);
-      said.sums.above = block_sum<M>(own.above), said.sums.whole = block_sum<M>(own.whole), inside = own.inside;
+      const Counted own = count_slice(row, bracket, histogram.counts);
+      said.sums = block_sums<M>({own.above, own.whole, 0.0}, shared.few.parts), count = own.inside;
       said.best = block_reduce(own.best != own.best ? ~0u : key_of(own.best), [](unsigned a, unsigned b) { return max(a, b); });
     }
     if (bracket.low == bracket.high) {
-      inside = block_sum<Count>(inside);
+      count = block_sum<Count>(count);
       if (threadIdx.x == 0) {
-        histogram.counts[0] = inside;
-        if (kWeighs) {
-          const Mass mass = times(mass_of_few(softmax, bracket.low), inside);
+        histogram.counts[0] = count;
+        if constexpr (kWeighs && C > 1) {
+          const Mass mass = times(mass_of_few(softmax, bracket.low), count);
           histogram.mass0[0] = (unsigned)mass.low, histogram.mass1[0] = mass.low >> 32, histogram.mass2[0] = mass.high;
         }
       }
@@ -2180,25 +2330,69 @@ struct Kept : Cut {
     return said.sums;
   }
 
-  // A bin's number or mass over the team.
+  // What the team's bins hold: the number in the upper half of the sum's, where that is a mass. Each member adds up a
+  // share of them, and sends it to all.
   template <class M>
-  __device__ __forceinline__ typename M::Sum bracketed(int bin) const {
-    typename M::Sum sum = M::zero();
+  __device__ __forceinline__ void sum_bins() {
+    if constexpr (C > 1) {
+      constexpr bool kWeighs = sizeof(typename M::Sum) != sizeof(unsigned);
+      const int size = Team<C>::size(), each = share(kBinsOf<C>, size);
+      const int bin = Team<C>::rank() * each + threadIdx.x;
+      if (threadIdx.x == 0) bin_mail<M>().expect(sizeof(shared.bracketed.sums));
+      if (threadIdx.x < each && bin < kBinsOf<C>) {
+        Mass sum = {0, 0};
 #pragma unroll
-    for (int r = 0; r < C; r++) {
-      if (C > 1 && r >= Team<C>::size()) continue;
-      const BracketHistogram<C>& h = *Team<C>::at(&shared.bracketed, r);
-      if constexpr (sizeof(sum) == sizeof(unsigned)) sum = sum + h.counts[bin];
-      else sum = sum + Mass{(u64)h.mass1[bin] << 32 | h.mass0[bin], h.mass2[bin]};
+        for (int r = 0; r < C; r++) {
+          if (r >= size) continue;
+          const BracketHistogram<C>& h = *Team<C>::at(&shared.bracketed, r);
+          if (kWeighs) sum = sum + Mass{(u64)h.mass1[bin] << 32 | h.mass0[bin], (u64)h.counts[bin] << 32 | h.mass2[bin]};
+          else sum.low += h.counts[bin];
+        }
+        const uint4 words = {(unsigned)sum.low, (unsigned)(sum.low >> 32), (unsigned)sum.high, (unsigned)(sum.high >> 32)};
+        uint4* const to = reinterpret_cast<uint4*>(&shared.bracketed.sums[bin]);
+#pragma unroll 1
+        for (int r = 0; r < size; r++) bin_mail<M>().send(to, words, r);
+      }
+      bin_mail<M>().wait(0);
     }
-    return sum;
+  }
+  // A bin's number or mass over the team, and its number.
+  template <class M>
+  __device__ __forceinline__ typename M::Sum bracketed(int bin, unsigned* count) const {
+    constexpr bool kWeighs = sizeof(typename M::Sum) != sizeof(unsigned);
+    if constexpr (C > 1) {
+      const Mass its = shared.bracketed.sums[bin];
+      *count = kWeighs ? its.high >> 32 : its.low;
+      if constexpr (kWeighs) return Mass{its.low, (unsigned)its.high};
+      else return *count;
+    } else {
+      static_assert(!kWeighs, "one block bounds masses");
+      return *count = shared.bracketed.counts[bin];
+    }
   }
 
-  // Where the measure reaches the target: among keys from `least` on, the measure above the bracket being `above`. The
-  // cut is left open if no more elements than fit are left to look at: then the result is false.
+  // How a cut in a bracket is known: by its key; by the range that it is left open in; or in full.
+  enum class Known { kKey, kRange, kElement };
+  // Where it is in full: how many elements with the key are kept, up to which position.
+  struct Last {
+    unsigned key, ties, end;
+  };
+
+  // Leaves the cut open: in a range of so few elements that they can be noted.
+  __device__ __forceinline__ void leave_open(unsigned from, unsigned to, bool by_mass, bool sums, Mass rest, unsigned count) {
+    open = true, cut_key = ~0u, cut_end = 0;
+    if (threadIdx.x == 0) {
+      left_open() = {from, to, value_of(from), greatest_up_to(to), by_mass, sums, rest, 0};
+      route_counters().gathered = count;
+    }
+    __syncthreads();
+  }
+
+  // Where the measure reaches the target: among keys from `least` on, the measure above the bracket being `sums.above`.
+  // The cut is left open if no more elements than fit are left to look at.
   template <class M>
-  __device__ bool cut_in_bracket(const Bracket& bracket, unsigned least, typename M::Sum above, typename M::Sum target,
-                                 Found<M>* found) {
+  __device__ Known cut_in_bracket(const Bracket& bracket, unsigned least, const Sums<M>& sums, typename M::Sum target,
+                                  Found<M>* found, Last* last) {
     typedef typename M::Sum Sum;
     constexpr bool kWeighs = sizeof(Sum) != sizeof(unsigned);
     __shared__ struct {
@@ -2207,19 +2401,21 @@ struct Kept : Cut {
     } choice;
     unsigned from, to, count = ~0u;
     Sum before;
-    if (!(above < target)) {
+    if (!(sums.above < target)) {
       from = key_of(bracket.high) + 1, to = best_key, before = M::zero();
-      if constexpr (!kWeighs) count = above;
+      if constexpr (!kWeighs) count = sums.above;
     } else {
+      sum_bins<M>();
       // Each thread looks at a few bins, the first thread at the uppermost.
       constexpr int kEach = kBinsOf<C> / kThreads;
       static_assert(kEach * kThreads == kBinsOf<C>, "all bins are looked at");
-      const int upper = kBinsOf<C> - 1 - kEach * threadIdx.x;
+      const int upper = kBinsOf<C> - 1 - kEach * (int)threadIdx.x;
       Sum own[kEach], sum = M::zero(), total;
+      unsigned counts[kEach];
 #pragma unroll
-      for (int i = 0; i < kEach; i++) own[i] = bracketed<M>(upper - i), sum = sum + own[i];
-      Sum start = above + block_exclusive_sum(sum, M::zero(), AddSums(), &total);
-      before = above + total;
+      for (int i = 0; i < kEach; i++) own[i] = bracketed<M>(upper - i, &counts[i]), sum = sum + own[i];
+      Sum start = sums.above + block_exclusive_sum(sum, M::zero(), AddSums(), &total);
+      before = sums.above + total;
       if (before < target) {
         from = least, to = key_of(bracket.low) - 1;
         if constexpr (!kWeighs) count = numbers - before;
@@ -2228,31 +2424,36 @@ struct Kept : Cut {
         for (int i = 0; i < kEach; i++) {
           const Sum after = start + own[i];
           if (start < target && !(after < target)) {
-            choice.above = start, choice.bin = upper - i, choice.count = bracketed<Count>(upper - i);
+            choice.above = start, choice.bin = upper - i, choice.count = counts[i];
           }
           start = after;
         }
         __syncthreads();
-        if (threadIdx.x < 64) {
-          const unsigned end = first_from_bin(bracket, choice.bin + threadIdx.x / 32);
-          if (threadIdx.x % 32 == 0) choice.ends[threadIdx.x / 32] = end;
-        }
-        __syncthreads();
-        from = key_of(ordered(choice.ends[0])), to = key_of(ordered(choice.ends[1] - 1));
         before = choice.above, count = choice.count;
+        if (C > 1 && count <= Few<C>::kMost) {
+          *last = settle_bin<M>(bracket, choice.bin, target - before);
+          return Known::kElement;
+        }
+        if constexpr (C > 1) {
+          // Many may be one value.
+          const Ends ends = team_reduce<C>(ends_in_bin(row, bracket, choice.bin), Widest());
+          from = ends.least, to = ends.most;
+        } else {
+          find_ends(bracket, choice.bin, choice.bin, choice.ends);
+          from = choice.ends[0], to = choice.ends[1];
+        }
       }
     }
+    if (C > 1 && from == to) {
+      *found = {from, before};
+      return Known::kKey;
+    }
     if (count <= kCandidates) {
-      open = true, cut_key = ~0u, cut_end = 0;
-      if (threadIdx.x == 0) {
-        Mass rest;
-        if constexpr (kWeighs) rest = target - before;
-        else rest = Mass{target - before, 0};
-        left_open() = {from, to, value_of(from), greatest_up_to(to), kWeighs, rest, 0};
-        route_counters().gathered = count;
-      }
-      __syncthreads();
-      return false;
+      Mass rest;
+      if constexpr (kWeighs) rest = target - before;
+      else rest = Mass{target - before, 0};
+      leave_open(from, to, kWeighs, false, rest, count);
+      return Known::kRange;
     }
     if (from == to) {
       *found = {from, before};
@@ -2260,7 +2461,231 @@ struct Kept : Cut {
       if constexpr (C > 1) Team<C>::sync();  // Others may still read the bins.
       *found = narrow_apart<M>(from, to, before, target);
     }
-    return true;
+    return Known::kKey;
+  }
+
+  // The same of one block, by mass. What a bin holds lies between its number times the weights of its two ends: so the
+  // cut lies in few bins, and it is left open in those. The pass that settles it sums what is above them, in time that it
+  // would wait for memory; adding up the masses of bins takes more than all else here.
+  //
+  // An exact weight is off by 2^-21 of itself, with the rounding of its exponent by 2^-17, and by the rounding of
+  // bins as an exponent by 2^-22 of the bracket's width over the temperature; the sum above the bracket is off by 2^-20.
+  // All is taken for twice that, or more.
+  __device__ Known cut_by_bounds(const Bracket& bracket, unsigned least, const Sums<Weight>& sums, Mass target,
+                                 Found<Weight>* found) {
+    struct Bounds {
+      double least, most;
+      __device__ Bounds operator+(const Bounds& other) const { return {least + other.least, most + other.most}; }
+    };
+    __shared__ struct {
+      unsigned after_first, after_last, count, ends[2];
+    } choice;
+    if (threadIdx.x == 0) choice = {0, 0, 0, {0, 0}};
+    constexpr int kEach = kBinsOf<C> > kThreads ? kBinsOf<C> / kThreads : 1;
+    static_assert(kEach * kThreads == kBinsOf<C>, "all bins are looked at");
+    const int upper = kBinsOf<C> - 1 - kEach * (int)threadIdx.x;
+    const double t = softmax.scaled_temperature, width = ((double)bracket.high - bracket.low) / t;
+    const double base = ((double)bracket.low - softmax.max) / t;
+    const bool bounded = softmax.scale == 1.0f && width < 16.0 && base > -60.0;
+    Bounds own[kEach], sum = {0.0, 0.0}, total;
+    unsigned counts[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const int bin = upper - i;
+      counts[i] = shared.bracketed.counts[bin];
+      const double low = exp(base + width * (bin * (1.0 / kBinsOf<C>))) - 0x1p-60;
+      const double high = exp(base + width * ((bin + 1) * (1.0 / kBinsOf<C>)));
+      own[i] = {counts[i] * fmax(low, 0.0) * (1.0 - 0x1p-15), counts[i] * high * (1.0 + 0x1p-15)};
+      sum = sum + own[i];
+    }
+    Bounds above = block_exclusive_sum(sum, Bounds{0.0, 0.0}, AddSums(), &total);
+    const double exact = as_double(target) * 0x1p-62, before = sums.about;
+    const double begin_least = before * (1.0 - 0x1p-19) - row.size * 0x1p-61, begin_most = before * (1.0 + 0x1p-19);
+    const double reaches = exact * (1.0 + 0x1p-40), may_reach = exact * (1.0 - 0x1p-40);
+    above.least += begin_least, above.most += begin_most;
+    // The uppermost bins of which it may be reached, and is.
+    unsigned after_first = 0, after_last = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      above = above + own[i];
+      if (after_first == 0 && above.most >= may_reach) after_first = upper - i + 1;
+      if (after_last == 0 && above.least >= reaches) after_last = upper - i + 1;
+    }
+    after_first = __reduce_max_sync(~0u, after_first), after_last = __reduce_max_sync(~0u, after_last);
+    if (threadIdx.x % 32 == 0) atomicMax(&choice.after_first, after_first), atomicMax(&choice.after_last, after_last);
+    __syncthreads();
+    const int first = (int)choice.after_first - 1, last = (int)choice.after_last - 1;
+    unsigned from = least, to = best_key, count = ~0u;
+    if (bounded && begin_most < may_reach && last >= 0) {
+      unsigned those = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; i++) {
+        if (upper - i >= last && upper - i <= first) those += counts[i];
+      }
+      those = __reduce_add_sync(~0u, those);
+      if (threadIdx.x % 32 == 0 && those) atomicAdd(&choice.count, those);
+      find_ends(bracket, last, first, choice.ends);
+      from = choice.ends[0], to = choice.ends[1], count = choice.count;
+    }
+    if (count <= kCandidates) {
+      leave_open(from, to, true, true, target, count);
+      return Known::kRange;
+    }
+    Mass exactly = {0, 0};
+    if (to != best_key) count_pass(), exactly = block_sum<Weight>(much_mass_above(row, softmax, to));
+    if (from == to) *found = {from, exactly};
+    else *found = narrow_apart<Weight>(from, to, exactly, target);
+    return Known::kKey;
+  }
+
+  // The least and the greatest key that may be in some bins.
+  __device__ __forceinline__ void find_ends(const Bracket& bracket, int from_bin, int to_bin, unsigned* ends) const {
+    if (threadIdx.x < 64) {
+      const unsigned end = first_from_bin(bracket, threadIdx.x < 32 ? from_bin : to_bin + 1);
+      if (threadIdx.x % 32 == 0) ends[threadIdx.x / 32] = key_of(ordered(threadIdx.x < 32 ? end : end - 1));
+    }
+    __syncthreads();
+  }
+
+  // The cut among few elements, one a lane: `rest` is reached by them, in their order.
+  template <class M>
+  __device__ __forceinline__ Last rank_few(u64 order, unsigned count, typename M::Sum rest) const {
+    typedef typename M::Sum Sum;
+    const unsigned lane = threadIdx.x % 32;
+    Sum own = M::zero(), before = M::zero();
+    if (lane < count) own = measure<M>(order >> 32);
+    unsigned ahead = 0;
+#pragma unroll 1
+    for (unsigned other = 0; other < count; other++) {
+      const u64 its_order = shuffle(order, other);
+      const Sum its = shuffle(own, other);
+      if (its_order > order) before = before + its, ahead++;
+    }
+    const bool kept = lane < count && before < rest;
+    const unsigned all = __popc(__ballot_sync(~0u, kept));
+    const int end = max(__ffs(__ballot_sync(~0u, lane < count && ahead + 1 == all)) - 1, 0);
+    const u64 its = shuffle(order, end);
+    const unsigned ties = __popc(__ballot_sync(~0u, kept && order >> 32 == its >> 32));
+    return {(unsigned)(its >> 32), ties, ~(unsigned)its + 1};
+  }
+
+  // The cut in a bin of few elements. Each member looks them up in its slice, and sends them to all.
+  template <class M>
+  __device__ Last settle_bin(const Bracket& bracket, unsigned bin, typename M::Sum rest) {
+    Few<C>& few = shared.few;
+    __shared__ Last last;
+    find_in_bin(row, bracket, bin, &few);
+    __syncthreads();
+    const unsigned lane = threadIdx.x % 32, size = Team<C>::size(), rank = Team<C>::rank(), warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) few_mail<M>().expect(size * (sizeof(few.heard[0]) + sizeof(few.counts[0])));
+    if (warp < size) {
+      few_mail<M>().send(&few.heard[rank][lane], few.own[lane], warp);
+      if (lane == 0) few_mail<M>().send(&few.counts[rank], few.slots, warp);
+    }
+    few_mail<M>().wait(0);
+    if (threadIdx.x == 0) settled() = true;
+    if (threadIdx.x < 32) {
+      u64 order = 0;
+      unsigned count = 0;
+#pragma unroll 1
+      for (unsigned r = 0; r < size; r++) {
+        const unsigned its = few.counts[r];
+        if (lane - count < its) order = few.heard[r][lane - count];
+        count += its;
+      }
+      const Last its = rank_few<M>(order, count, rest);
+      if (lane == 0) last = its, route_counters().gathered = count;
+    }
+    __syncthreads();
+    return last;
+  }
+  static __device__ __noinline__ Ends ends_in_bin(const TeamRow row, const Bracket bracket, unsigned bin) {
+    count_pass();
+    Ends ends = {~0u, 0};
+    row.for_each([&](float x, int) {
+      if (x >= bracket.low && x <= bracket.high && bracket.bin<C>(x) == bin) ends = Widest()(ends, Ends{key_of(x), key_of(x)});
+    });
+    return ends;
+  }
+  static __device__ __noinline__ void find_in_bin(const TeamRow row, const Bracket bracket, unsigned bin, Few<C>* few) {
+    count_pass();
+    row.for_each([&](float x, int position) {
+      if (x >= bracket.low && x <= bracket.high && bracket.bin<C>(x) == bin) {
+        few->own[shared_add(&few->slots, 1)] = (u64)key_of(x) << 32 | ~(unsigned)position;
+      }
+    });
+  }
+
+  // A bracket where the row is on chip: by a histogram of all of it, of numbers. A bin is so narrow that its weights are
+  // as good as one. What lies below all bins is not in the set: it weighs less than is left out of it.
+  __device__ Bracket bracket_on_chip(float share, float floor, float ceiling) {
+    unsigned* const counts = shared.histogram.counts;
+    unsigned* const all = shared.histogram.mass0;
+    __shared__ unsigned chosen;
+    const float most = fminf(value_of(best_key), ceiling);
+    const float left = fmaxf(1.0f - share, 1e-7f);
+    const float range = limits.temperature * (__log2f((float)row.size / left) * 0.6931472f + 1.0f);
+    const float least = fmaxf(fmaxf(most - range, floor), -CUDART_MAX_NORMAL_F);
+    const float bins = (float)kBins / fmaxf(most - least, 1e-37f);
+    if (threadIdx.x == 0) chosen = 0, range_mail().open();
+#pragma unroll
+    for (int i = 0; i < kBins / kThreads; i++) counts[threadIdx.x + i * kThreads] = 0;
+    __syncthreads();
+    count_pass();
+    count_all_bins(row, least, most, floor, ceiling, bins, counts);
+    Team<C>::sync();
+    reads = true;
+    // Each member adds up a share of fours, and sends it to all.
+    const int size = Team<C>::size(), each = ::share(kBins / 4, size), four = Team<C>::rank() * each + threadIdx.x;
+    if (threadIdx.x == 0) range_mail().expect(sizeof(shared.histogram.mass0));
+    if (threadIdx.x < each && four < kBins / 4) {
+      uint4 sum = {0, 0, 0, 0};
+#pragma unroll
+      for (int r = 0; r < C; r++) {
+        if (r >= size) continue;
+        const uint4 its = reinterpret_cast<const uint4*>(Team<C>::at(counts, r))[four];
+        sum.x += its.x, sum.y += its.y, sum.z += its.z, sum.w += its.w;
+      }
+#pragma unroll 1
+      for (int r = 0; r < size; r++) range_mail().send(reinterpret_cast<uint4*>(all) + four, sum, r);
+    }
+    range_mail().wait(0);
+    constexpr int kEach = kBins / kThreads;
+    const int upper = kBins - 1 - kEach * (int)threadIdx.x;
+    const float bin_width = 1.0f / bins;
+    float own[kEach], sum = 0.0f, total;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const float middle = least + (upper - i + 0.5f) * bin_width;
+      own[i] = (float)all[upper - i] * exp2_approx((middle - value_of(best_key)) * scale), sum += own[i];
+    }
+    float above = block_exclusive_sum(sum, 0.0f, AddSums(), &total);
+    const float target = share * total;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const float after = above + own[i];
+      if (above < target && target <= after) atomicMax(&chosen, (unsigned)(upper - i));
+      above = after;
+    }
+    __syncthreads();
+    const float low = fmaxf(least + ((int)chosen - 2) * bin_width, least), high = fminf(least + ((int)chosen + 3) * bin_width, most);
+    if (!(low < high) || !(high < CUDART_INF_F)) return {most, most, 0.0f};
+    return {low, high, kBinsOf<C> / (high - low)};
+  }
+  static __device__ __noinline__ void count_all_bins(const TeamRow row, float least, float most, float floor, float ceiling,
+                                                     float bins, unsigned* counts) {
+    row.template for_each_tile<2>([&](const Vector<T>(&v)[2], int) {
+#pragma unroll
+      for (int d = 0; d < 2; d++) {
+#pragma unroll
+        for (int w = 0; w < Row<T>::kWidth; w++) {
+          const float x = widen(v[d].at[w]);
+          if (x >= least && x <= most && x > floor && x < ceiling) {
+            shared_count(&counts[min(__float2uint_rz((x - least) * bins), kBins - 1u)]);
+          }
+        }
+      }
+    });
   }
 
   // The values of the dtype in their order, NaN at both ends.
@@ -2279,7 +2704,7 @@ struct Kept : Cut {
       bool in = true;
       if (at < to && at >= from) {
         const float x = ordered(at);
-        in = x != x ? at > kLastValue / 2 : x > bracket.high || (x >= bracket.low && bracket.bin<C>(x) >= bin);
+        in = x != x ? at > kLastValue / 2 : x > bracket.high || (x >= bracket.low && (int)bracket.bin<C>(x) >= bin);
       }
       const unsigned those = __ballot_sync(~0u, in);
       const unsigned first = those ? __ffs(those) - 1 : 32;
@@ -2319,20 +2744,50 @@ struct Kept : Cut {
       if (x >= low && x <= high) push(key_of(x), first + w, slice, slots);
     }
   }
-  // Once every member has noted all of its slice: the cut.
-  __device__ __forceinline__ void settle() {
+  // Once every member has noted all of its slice: the cut. Where the pass was to sum what is above, with a thread's sum.
+  __device__ __forceinline__ void settle(Mass own = {0, 0}) {
+    sum_above(own);
+    if (C == 1 && left_open().slots <= Few<C>::kMost) {
+      settle_few();
+      return;
+    }
     apart([](Kept& kept) {
       const unsigned ties = kept.close();
       kept.cut_end = kept.position_of_tie(ties);
     });
   }
   // The same by a pass.
-  __device__ __forceinline__ void settle_by_pass() {
-    note_slice();
-    settle();
-  }
+  __device__ __forceinline__ void settle_by_pass() { settle(note_slice()); }
+  // Whether the pass that settles it is to sum what is above.
+  __device__ __forceinline__ bool sums_above() const { return C == 1 && open && left_open().sums; }
 
  private:
+  __device__ __forceinline__ void sum_above(Mass own) {
+    if constexpr (C == 1) {
+      __syncthreads();
+      if (!left_open().sums) return;
+      const Mass above = block_sum<Weight>(own);
+      if (threadIdx.x == 0) left_open().rest = left_open().rest - above, left_open().sums = false;
+      __syncthreads();
+    }
+  }
+  // Of one block, where a warp compares all that are noted.
+  __device__ __forceinline__ void settle_few() {
+    __shared__ Last last;
+    const Open& range = left_open();
+    const unsigned count = range.slots;
+    if (threadIdx.x < 32) {
+      const unsigned lane = threadIdx.x;
+      const u64 order = lane < count ? (u64)shared.slice.keys[lane] << 32 | ~shared.slice.positions[lane] : 0;
+      Last its;
+      if (range.by_mass) its = rank_few<Weight>(order, count, range.rest);
+      else its = rank_few<Count>(order, count, (unsigned)range.rest.low);
+      if (lane == 0) last = its, route_counters().gathered = count;
+    }
+    __syncthreads();
+    open = false, cut_key = last.key, cut_end = last.end;
+    gathered = count, low = range.from, high = range.to;
+  }
   // Finds the cut's key, and gives how many elements with it are kept.
   __device__ unsigned close() {
     const Open range = left_open();
@@ -2347,12 +2802,13 @@ struct Kept : Cut {
     cut_key = found.key;
     return (unsigned)range.rest.low - found.above;
   }
-  __device__ __forceinline__ void note_slice() {
+  __device__ __forceinline__ Mass note_slice() {
     count_pass();
     gather_slice(row, left_open().from, left_open().to, &shared.slice, &left_open().slots);
+    return sums_above() ? much_mass_above(row, softmax, left_open().to) : Mass{0, 0};
   }
   __device__ __forceinline__ unsigned resolve() {
-    note_slice();
+    sum_above(note_slice());
     unsigned ties;
     apart([&ties](Kept& kept) { ties = kept.close(); });
     return ties;
@@ -2380,7 +2836,7 @@ struct Kept : Cut {
       if ((double)softmax.exponent(value_of(middle)) >= bound) most = middle;
       else least = middle + 1;
     }
-    if (least > cut_key) cut_key = least - 1, *ties = 0;
+    if (least > cut_key) cut_key = least - 1, cut_end = 0, *ties = 0;
   }
 
   static __device__ __noinline__ unsigned tie_of_gathered(const Elements* elements, int n, unsigned cut, unsigned nth) {

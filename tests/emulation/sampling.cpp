@@ -16,7 +16,7 @@ constexpr int kThreads = FORM_THREADS, kCandidates = FORM_CANDIDATES;
 
 struct Case {
   unsigned op, dtype, rows, vocab, row_stride, shift, blocks, staged, joint, capacity, seed;
-  unsigned lowest;  // whether all draws are 0
+  unsigned draws;  // by the counters; all the lowest; all the highest
 };
 
 template <class T>
@@ -48,9 +48,9 @@ static void run(const Case& c) {
   } else if (c.op == 1) {
     std::vector<unsigned> tokens(c.rows, 0x55555555), notes(c.rows, 0x55);
     std::vector<float> log_probs(c.rows, 123.0f);
-    const std::vector<unsigned> bits(c.rows, 0);
+    const std::vector<unsigned> bits(c.rows, c.draws == 2 ? ~0u : 0u);
     DrawSource draws = {counters.data(), 2, 1, nullptr, 0, 0};
-    if (c.lowest) draws = {nullptr, 0, 0, bits.data(), 1, 0};
+    if (c.draws) draws = {nullptr, 0, 0, bits.data(), 1, 0};
     const SampleOutputs outputs = {tokens.data(), notes.data(), log_probs.data(), nullptr, 0};
     launch([&] { sample<T, C>(request, draws, outputs); });
     emulator::write(tokens), emulator::write(notes), emulator::write(log_probs);

@@ -1,7 +1,7 @@
 //! Sampling, in each form of its kernels, against the CPU backend.
 
 use super::common::{logits, rng, Float, Law, Params, LAWS};
-use super::softmax::Softmax;
+use super::softmax::{inverted, Softmax};
 use super::Emulated;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_topk::sampling::{
@@ -57,6 +57,14 @@ enum Op {
     Candidates,
 }
 
+/// By the counters; or all the same, the lowest or the highest of 32 bits.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Draws {
+    Random,
+    Lowest,
+    Highest,
+}
+
 /// A launch: `Case` of sampling.cpp, and what follows it.
 #[derive(Debug)]
 struct Case {
@@ -70,8 +78,7 @@ struct Case {
     blocks: u32,
     /// Whether a cluster gets the shared memory to hold its rows.
     staged: bool,
-    /// Whether all draws are 0.
-    lowest: bool,
+    draws: Draws,
     mass: Mass,
     params: Vec<Params>,
     /// Whether all that equals the last of a set is kept with it: by runs of the ablation.
@@ -104,7 +111,8 @@ impl Case {
             gap: rng.random_range(0..3),
             blocks: form.clusters[rng.random_range(0..form.clusters.len())],
             staged: form.clusters.len() > 1 && rng.random_range(0..3) > 0,
-            lowest: rng.random_range(0..4) == 0,
+            draws: [Draws::Lowest, Draws::Random, Draws::Random, Draws::Highest]
+                [rng.random_range(0..4)],
             mass: [Mass::Renormalized, Mass::Joint][rng.random_range(0..2)],
             params: (0..2).map(|_| pick(rng)).collect(),
             keeps_equals: false,
@@ -130,7 +138,7 @@ impl Case {
             gap: rng.random_range(0..3),
             blocks: 1,
             staged: false,
-            lowest: false,
+            draws: Draws::Random,
             mass: [Mass::Renormalized, Mass::Joint][rng.random_range(0..2)],
             params: (0..2).map(|_| pick(rng)).collect(),
             keeps_equals: run.keeps_equals,
@@ -215,7 +223,7 @@ impl Case {
             (self.mass == Mass::Joint) as u32,
             number(CAPACITY),
             rng.random(),
-            self.lowest as u32,
+            self.draws as u32,
         ];
         let mut bytes: Vec<u8> = header.iter().flat_map(|x| x.to_ne_bytes()).collect();
         let params = packed.flatten_all()?.to_vec1::<f32>()?;
@@ -241,13 +249,16 @@ impl Case {
                 let at = got.iter().zip(&want).position(|(g, w)| g != w);
                 assert_eq!(at.map(|at| at / size_of::<T>()), None, "{what}: the mask");
             }
-            Op::Sample if self.lowest => {
+            Op::Sample if self.draws != Draws::Random => {
                 let masked = mask_rows(&tensor, &packed, self.mass)?;
                 let masked = masked.to_dtype(DType::F32)?.to_vec2::<f32>()?;
                 let tokens = emulated.words(rows, what);
                 emulated.words(2 * rows, what);
                 for ((row, token), params) in masked.iter().zip(tokens).zip(&self.params) {
-                    self.check_lowest(row, token, params.temperature, what);
+                    match self.draws {
+                        Draws::Lowest => self.check_lowest(row, token, params.temperature, what),
+                        _ => self.check_highest(row, token, params.temperature, what),
+                    }
                 }
             }
             Op::Sample => {
@@ -318,6 +329,25 @@ impl Case {
             );
         }
         panic!("{what}: token {token} has no mass");
+    }
+}
+
+impl Case {
+    /// The token that the highest draw falls on, by exact sums.
+    fn check_highest(&self, masked: &[f32], token: u32, temperature: f32, what: &str) {
+        let most = masked.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        if most == f32::NEG_INFINITY {
+            return;
+        }
+        let softmax = Softmax::new(most, if temperature > 0.0 { temperature } else { 1.0 });
+        let mass = |&x: &f32| softmax.mass(x) as u128;
+        let point = inverted(masked.iter().map(mass).sum(), (u32::MAX as u64) << 32);
+        let mut sum = 0;
+        let want = masked.iter().position(|x| {
+            sum += mass(x);
+            point < sum
+        });
+        assert_eq!(Some(token as usize), want, "{what}: the highest draw");
     }
 }
 
@@ -426,7 +456,7 @@ fn members_decide_alike() -> Result<()> {
             gap: 0,
             blocks: 8,
             staged: true,
-            lowest: false,
+            draws: Draws::Random,
             mass: Mass::Renormalized,
             params: vec![Params {
                 p: 0.5,
@@ -510,7 +540,7 @@ fn what_a_sample_misses() -> Result<()> {
                 gap: 0,
                 blocks: form.clusters[i % form.clusters.len()],
                 staged: form.clusters.len() > 1 && i % 3 > 0,
-                lowest: false,
+                draws: Draws::Random,
                 mass: Mass::Renormalized,
                 params: vec![Params {
                     k,
@@ -620,7 +650,7 @@ fn large_sets(form: &Form) -> Result<()> {
             gap: i % 3,
             blocks: form.clusters[i % form.clusters.len()],
             staged: form.clusters.len() > 1 && i % 3 > 0,
-            lowest: false,
+            draws: Draws::Random,
             mass: [Mass::Renormalized, Mass::Joint][i / 2 % 2],
             params,
             keeps_equals: false,
@@ -652,6 +682,89 @@ fn large_sets_by_clusters() -> Result<()> {
     large_sets(&CLUSTER)
 }
 
+/// A temperature alone: all that has mass may be drawn.
+fn rows_without_limits(form: &Form) -> Result<()> {
+    let mut emulated = form.start()?;
+    let rng = &mut rng(700 + form.threads as u64);
+    let kinds = [
+        "normal",
+        "equal",
+        "one above",
+        "masked",
+        "few",
+        "far from 0",
+        "infinite",
+    ];
+    for i in 0..42 {
+        let kind = kinds[i % kinds.len()];
+        let vocab = match i % 3 {
+            0 => rng.random_range(1..300),
+            1 => rng.random_range(300..9_000),
+            _ => rng.random_range(9_000..24_000),
+        };
+        let temperatures = [1.0, 0.7, 1.0, 1e-3, 3.0, 1e30, 1e-38, f32::INFINITY];
+        let params = (0..2).map(|j| Params {
+            temperature: temperatures[(i + 3 * j) % temperatures.len()],
+            ..Params::NONE
+        });
+        let case = Case {
+            op: Op::Sample,
+            dtype: [DType::F32, DType::F32, DType::BF16, DType::F16][i / 2 % 4],
+            law: LAWS[0],
+            vocab,
+            shift: i % 8,
+            gap: i % 3,
+            blocks: form.clusters[i % form.clusters.len()],
+            staged: form.clusters.len() > 1 && i % 4 > 0,
+            draws: [Draws::Random, Draws::Random, Draws::Lowest, Draws::Highest][i % 4],
+            mass: Mass::Renormalized,
+            params: params.collect(),
+            keeps_equals: false,
+        };
+        let mut rows = vec![];
+        for _ in 0..2 {
+            let mut row = logits(Law::Normal, vocab, rng);
+            match kind {
+                "equal" => row.fill(rng.random_range(-4.0..4.0)),
+                "one above" => row[rng.random_range(0..vocab)] = 40.0,
+                "masked" => row
+                    .iter_mut()
+                    .step_by(3)
+                    .for_each(|x| *x = f32::NEG_INFINITY),
+                "few" => {
+                    row.fill(f32::NEG_INFINITY);
+                    (0..3).for_each(|_| row[rng.random_range(0..vocab)] = 1.5);
+                }
+                "far from 0" => row.iter_mut().for_each(|x| *x += 300.0),
+                "infinite" => (0..3).for_each(|_| row[rng.random_range(0..vocab)] = f32::INFINITY),
+                _ => {}
+            }
+            rows.extend(row);
+        }
+        let what = format!("{}, {kind}: {case:?}", form.name);
+        fn rounded<T: Float>(rows: Vec<f32>) -> Vec<T> {
+            rows.into_iter().map(T::round).collect()
+        }
+        match case.dtype {
+            DType::F32 => case.check_rows::<f32>(rows, rng, &mut emulated, &what)?,
+            DType::BF16 => case.check_rows::<bf16>(rounded(rows), rng, &mut emulated, &what)?,
+            _ => case.check_rows::<f16>(rounded(rows), rng, &mut emulated, &what)?,
+        };
+    }
+    emulated.end()
+}
+
+#[test]
+fn rows_without_limits_by_blocks() -> Result<()> {
+    rows_without_limits(&ONE_BLOCK)?;
+    rows_without_limits(&WIDE_BLOCK)
+}
+
+#[test]
+fn rows_without_limits_by_clusters() -> Result<()> {
+    rows_without_limits(&CLUSTER)
+}
+
 /// A min-p that lies between the least number above 0 and those below: no number has the key below that of 0.
 #[test]
 fn a_cut_at_zero() -> Result<()> {
@@ -670,7 +783,7 @@ fn a_cut_at_zero() -> Result<()> {
             gap: 0,
             blocks: 1,
             staged: false,
-            lowest: false,
+            draws: Draws::Random,
             mass: Mass::Renormalized,
             params: vec![Params {
                 min_p: 1.0,

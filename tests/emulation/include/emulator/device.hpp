@@ -205,6 +205,16 @@ inline float __uint_as_float(unsigned bits) {
 }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline double __dadd_rd(double a, double b) {
+  // What the sum is rounded by is exact.
+  const double sum = a + b, of_b = sum - a;
+  return (a - (sum - of_b)) + (b - of_b) < 0.0 ? std::nextafter(sum, -INFINITY) : sum;
+}
+inline long long __double_as_longlong(double x) {
+  long long bits;
+  memcpy(&bits, &x, sizeof(x));
+  return bits;
+}
 inline double __ull2double_rn(unsigned long long x) { return (double)x; }
 inline unsigned __float2uint_rz(float x) { return !(x > 0.0f) ? 0u : x >= 0x1p32f ? ~0u : (unsigned)x; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }

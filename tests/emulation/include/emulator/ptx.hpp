@@ -33,3 +33,9 @@ unsigned all_if_above(V a, V b) {
 }
 template <class V>
 void forget_value(V&) {}
+inline double widened(unsigned bits) {
+  const unsigned long long wide = bits * (1ull << 29) + (896ull << 52);
+  double x;
+  memcpy(&x, &wide, sizeof(x));
+  return x;
+}
