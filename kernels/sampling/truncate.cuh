@@ -1993,7 +1993,7 @@ struct Kept : Cut {
       return;
     }
     Found<Weight> found;
-    Last last;
+    Last last = {};
     const unsigned from = of_kept ? kept_key + 1 : kNegInfinityKey + 1;
     Known known;
     if constexpr (C == 1) known = cut_by_bounds(bracket, from, sums, target, &found);
@@ -2025,7 +2025,7 @@ struct Kept : Cut {
     cut_key = kNegInfinityKey;
     if (k >= numbers) return false;
     Found<Count> found;
-    Last last;
+    Last last = {};
     const Known known = cut_in_bracket<Count>(bracket, kNegInfinityKey + 1, sums, k, &found, &last);
     if (known == Known::kKey) {
       cut_key = found.key, *ties = k - found.above;

@@ -493,7 +493,7 @@ fn members_propose_again_alike() -> Result<()> {
             gap: 0,
             blocks: 8,
             staged: true,
-            lowest: false,
+            draws: Draws::Random,
             mass: Mass::Renormalized,
             params: vec![Params {
                 p: 0.9,
