@@ -36,18 +36,20 @@ impl Case {
     /// None where no such mapping holds such rows.
     fn random(mapping: Mapping, rng: &mut StdRng) -> Option<Self> {
         let any = |rng: &mut StdRng, of: &[usize]| of[rng.random_range(0..of.len())];
-        let dtype = [DType::F32, DType::F32, DType::BF16, DType::F16][rng.random_range(0..4)];
         let width = match rng.random_range(0..4) {
-            // Around what a block holds of them.
-            0 if mapping == Mapping::Held && dtype == DType::F32 => {
-                any(rng, &[32_769, 36_861, 36_864, 40_957, 40_960])
-            }
-            0 if mapping == Mapping::Held => any(rng, &[49_153, 65_528, 65_535, 65_536]),
             0 => rng.random_range(1..600),
             1 => any(rng, &[2048, 4095, 4096, 4097, 8191, 8192, 8193]),
             // More than one round of a cluster's tiles.
             2 if matches!(mapping, Mapping::Exact(_)) => rng.random_range(100_000..700_000),
             _ => rng.random_range(600..30_000),
+        };
+        let dtype = [DType::F32, DType::F32, DType::BF16, DType::F16][rng.random_range(0..4)];
+        // Around what a block holds.
+        let width = match (mapping, dtype) {
+            (Mapping::Held, _) if rng.random_range(0..4) > 0 => width,
+            (Mapping::Held, DType::F32) => any(rng, &[32_769, 36_861, 36_864, 40_957, 40_960]),
+            (Mapping::Held, _) => any(rng, &[49_153, 65_528, 65_535, 65_536]),
+            _ => width,
         };
         let gap = any(rng, &[0, 0, 1, 2]);
         let shift = any(rng, &[0, 0, 1, 3, 7]);
