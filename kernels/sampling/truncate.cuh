@@ -604,6 +604,8 @@ struct Kept : Cut {
   // What is left to do of a row that has no members, by a copy in shared memory and with what was the thread's own.
   __device__ __forceinline__ void finish(int joint, unsigned* routes, float best, float sum) {
     own_best = best, own_sum = sum;
+    if (threadIdx.x == 0) settled() = false;
+    __syncthreads();
     if (unfinished) search(joint);
     report(routes);
   }
@@ -838,11 +840,8 @@ struct Kept : Cut {
   __device__ __forceinline__ void search(int joint) {
     if (!limited() && !(limits.top_p < 1.0f) && !(limits.min_p > 0.0f)) {
       cut_key = kNegInfinityKey;
-      if (threadIdx.x == 0) settled() = false;
-      __syncthreads();
       return;
     }
-    if (threadIdx.x == 0) settled() = false;
     if constexpr (C > 1) {
       if (!many()) {
         // Read before the members go apart: what outweighed() reads, a member that is ahead writes anew.
