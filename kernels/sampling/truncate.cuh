@@ -1986,7 +1986,7 @@ struct Kept : Cut {
       return;
     }
     Found<Weight> found;
-    Last last;
+    Last last = {0, 0, 0};
     const unsigned from = of_kept ? kept_key + 1 : kNegInfinityKey + 1;
     Known known;
     if constexpr (C == 1) known = cut_by_bounds(bracket, from, sums, target, &found);
@@ -2018,7 +2018,7 @@ struct Kept : Cut {
     cut_key = kNegInfinityKey;
     if (k >= numbers) return false;
     Found<Count> found;
-    Last last;
+    Last last = {0, 0, 0};
     const Known known = cut_in_bracket<Count>(bracket, kNegInfinityKey + 1, sums, k, &found, &last);
     if (known == Known::kKey) {
       cut_key = found.key, *ties = k - found.above;
