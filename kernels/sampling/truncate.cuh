@@ -608,6 +608,8 @@ struct Kept : Cut {
   // What is left to do of a row that has no members, by a copy in shared memory and with what was the thread's own.
   __device__ __forceinline__ void finish(int joint, unsigned* routes, float best, float sum) {
     own_best = best, own_sum = sum;
+    if (threadIdx.x == 0) settled() = false;
+    __syncthreads();
     if (unfinished) search(joint);
     report(routes);
   }
@@ -842,11 +844,8 @@ struct Kept : Cut {
   __device__ __forceinline__ void search(int joint) {
     if (!limited() && !(limits.top_p < 1.0f) && !(limits.min_p > 0.0f)) {
       cut_key = kNegInfinityKey;
-      if (threadIdx.x == 0) settled() = false;
-      __syncthreads();
       return;
     }
-    if (threadIdx.x == 0) settled() = false;
     if constexpr (C > 1) {
       if (!many()) {
         // Read before the members go apart: what outweighed() reads, a member that is ahead writes anew.
@@ -1993,7 +1992,7 @@ struct Kept : Cut {
       return;
     }
     Found<Weight> found;
-    Last last = {};
+    Last last = {0, 0, 0};
     const unsigned from = of_kept ? kept_key + 1 : kNegInfinityKey + 1;
     Known known;
     if constexpr (C == 1) known = cut_by_bounds(bracket, from, sums, target, &found);
@@ -2025,7 +2024,7 @@ struct Kept : Cut {
     cut_key = kNegInfinityKey;
     if (k >= numbers) return false;
     Found<Count> found;
-    Last last = {};
+    Last last = {0, 0, 0};
     const Known known = cut_in_bracket<Count>(bracket, kNegInfinityKey + 1, sums, k, &found, &last);
     if (known == Known::kKey) {
       cut_key = found.key, *ties = k - found.above;
