@@ -58,8 +58,8 @@ struct Args {
     /// Ops [default: all; without candidates for "normal"]
     #[arg(long, value_delimiter = ',')]
     op: Vec<Op>,
-    /// "k50", "p0.9", "k50p0.9" and the like; "khalf" is k = V / 2 [default: these three; p0.9 and
-    /// khalf for "normal"]
+    /// "k50", "p0.9", "k50p0.9" and the like; "khalf" is k = V / 2, "all" no limit [default: these three;
+    /// p0.9, khalf and, of the op sample, all for "normal"]
     #[arg(long, value_delimiter = ',')]
     mode: Vec<String>,
     /// Types of logits [default: f32,bf16; f32 for "normal"]
@@ -138,6 +138,7 @@ fn mode(text: &str, v: usize) -> Result<(String, Params)> {
                 let end = rest.find('p').unwrap_or(rest.len());
                 (rest[..end].parse().ok().filter(|&k| k > 0)?, &rest[end..])
             }
+            None if text == "all" => (0, ""),
             None => (0, text.as_str()),
         };
         let p = match p.strip_prefix('p') {
@@ -154,7 +155,7 @@ fn mode(text: &str, v: usize) -> Result<(String, Params)> {
     };
     match parse() {
         Some(mode) => Ok(mode),
-        None => bail!("--mode is {text:?}, accepted are k50, p0.9, k50p0.9 and their like with k from 1 up and p in (0, 1], and khalf"),
+        None => bail!("--mode is {text:?}, accepted are k50, p0.9, k50p0.9 and their like with k from 1 up and p in (0, 1], khalf and all"),
     }
 }
 
@@ -451,7 +452,15 @@ fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) 
     let (ops, modes): (&[Op], &[&str]) = match dist {
         _ if args.ablation => (&ABLATION_OPS, &["k50", "p0.9", "k50p0.9"]),
         Dist::Peaked => (Op::value_variants(), &["k50", "p0.9", "k50p0.9"]),
-        Dist::Normal => (&[Op::Mask, Op::MaskInPlace, Op::Sample], &["p0.9", "khalf"]),
+        Dist::Normal => (
+            &[Op::Mask, Op::MaskInPlace, Op::Sample],
+            &["p0.9", "khalf", "all"],
+        ),
+    };
+    // Without a limit they have nothing to do.
+    let without_limits: &[Op] = match args.op.is_empty() {
+        true => &[Op::Sample],
+        false => &args.op[..],
     };
     let ops = or(&args.op, ops);
     let modes = or(
@@ -465,6 +474,10 @@ fn measure(gpu: &Gpu, args: &Args, dist: Dist, dtype: Type, b: usize, v: usize) 
             logits: &logits,
             masked: &masked,
             params,
+        };
+        let ops = match mode.as_str() {
+            "all" => without_limits,
+            _ => &ops[..],
         };
         for entry in entries(args).iter().filter(|entry| ops.contains(&entry.op)) {
             let in_place = entry.op == Op::MaskInPlace;
