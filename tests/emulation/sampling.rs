@@ -200,6 +200,18 @@ impl Case {
         emulated: &mut Emulated,
         what: &str,
     ) -> Result<Vec<u32>> {
+        let counters = self.check_counted(flat, rng, emulated, what)?;
+        Ok(counters.iter().map(|row| row[0]).collect())
+    }
+
+    /// What the counters say of each row: its route, candidates, steps and passes.
+    fn check_counted<T: Float>(
+        &self,
+        flat: Vec<T>,
+        rng: &mut StdRng,
+        emulated: &mut Emulated,
+        what: &str,
+    ) -> Result<Vec<[u32; 4]>> {
         let rows = self.params.len();
         let tensor = Tensor::from_vec(flat.clone(), (rows, self.vocab), &Device::Cpu)?;
         let truncations: Vec<Truncation> = self.params.iter().map(Params::truncation).collect();
@@ -298,7 +310,7 @@ impl Case {
             }
         }
         let counters = emulated.words(4 * rows, what);
-        Ok(counters.chunks(4).map(|row| row[0]).collect())
+        Ok(counters.as_chunks().0.to_vec())
     }
 }
 
@@ -680,6 +692,53 @@ fn large_sets_by_blocks() -> Result<()> {
 #[test]
 fn large_sets_by_clusters() -> Result<()> {
     large_sets(&CLUSTER)
+}
+
+/// How often the row was gone over; a cluster has it on chip, and there looks for the elements of the bin that a cut is
+/// in, and for a top-p's bracket at all of it.
+#[test]
+fn passes_are_counted() -> Result<()> {
+    const VOCAB: usize = 33_000;
+    for form in [&ONE_BLOCK, &WIDE_BLOCK, &CLUSTER] {
+        let mut emulated = form.start()?;
+        let rng = &mut rng(21);
+        let looks = form.clusters.len().min(2) as u32 - 1;
+        for (k, p, route, passes) in [
+            (16_000, 1.0, FALLBACK, 1 + looks),
+            (0, 0.9, FALLBACK | SECOND_PASS, 2 + 2 * looks),
+            (0, 1.0, NO_TRUNCATION, 1),
+            (50, 1.0, HIT, 1),
+        ] {
+            let case = Case {
+                op: Op::Sample,
+                dtype: DType::F32,
+                law: LAWS[0],
+                vocab: VOCAB,
+                shift: 0,
+                gap: 0,
+                blocks: form.clusters[0],
+                staged: looks > 0,
+                draws: Draws::Random,
+                mass: Mass::Renormalized,
+                params: vec![Params {
+                    k,
+                    p,
+                    ..Params::NONE
+                }],
+                keeps_equals: false,
+            };
+            let row = logits(Law::Normal, VOCAB, rng);
+            let what = format!("{}: k {k}, p {p}", form.name);
+            let counted = case.check_counted(row, rng, &mut emulated, &what)?[0];
+            assert_eq!(
+                (counted[0], counted[3]),
+                (route, passes),
+                "{what}: {counted:?}"
+            );
+        }
+        emulated.end()?;
+    }
+    Ok(())
 }
 
 /// A temperature alone: all that has mass may be drawn.
