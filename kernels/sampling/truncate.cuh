@@ -2485,7 +2485,9 @@ struct Kept : Cut {
     const int upper = kBinsOf<C> - 1 - kEach * (int)threadIdx.x;
     const double t = softmax.scaled_temperature, width = ((double)bracket.high - bracket.low) / t;
     const double base = ((double)bracket.low - softmax.max) / t;
-    const bool bounded = softmax.scale == 1.0f && width < 16.0 && base > -60.0;
+    // A bracket so narrow that bins have no width has all in one, whatever that stands for; but not where it is one value.
+    const bool bins = bracket.bins < CUDART_INF_F || bracket.low == bracket.high;
+    const bool bounded = softmax.scale == 1.0f && bins && width < 16.0 && base > -60.0;
     Bounds own[kEach], sum = {0.0, 0.0}, total;
     unsigned counts[kEach];
 #pragma unroll

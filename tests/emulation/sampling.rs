@@ -694,6 +694,65 @@ fn large_sets_by_clusters() -> Result<()> {
     large_sets(&CLUSTER)
 }
 
+/// Logits so close to each other that the bins of a bracket have no width in f32, while their exponents are ordinary: a
+/// temperature of 1e-38. The sample misleads, so that the bracket misses the cut.
+#[test]
+fn bins_without_width() -> Result<()> {
+    const VOCAB: usize = 60_000;
+    for form in [&ONE_BLOCK, &WIDE_BLOCK] {
+        let mut emulated = form.start()?;
+        let rng = &mut rng(5);
+        for (temperature, crowd) in [
+            (1.0, 1000),
+            (1e-38, 500),
+            (1e-38, 1000),
+            (1e-38, 1100),
+            (1e-38, 1200),
+            (1e-38, 1300),
+        ] {
+            let mut row = vec![f32::NAN; VOCAB];
+            // What the sample may see: pieces of four vectors, aligned.
+            for piece in 0..256 {
+                let vector = piece * (VOCAB / 4 - 3) / 256;
+                let seen = 4 * (vector.max(3) - 3)..4 * (vector + 4);
+                row[seen].fill_with(|| rng.random_range(-10.0..0.0));
+            }
+            row[0] = 0.0;
+            let others = row.iter_mut().filter(|x| x.is_nan());
+            for (i, x) in others.enumerate() {
+                *x = match i {
+                    i if i < 3000 => -2.38 - 1e-6 * i as f32,
+                    i if i < 3000 + crowd => -2.9,
+                    _ => -60.0,
+                };
+            }
+            row.iter_mut().for_each(|x| *x *= temperature);
+            let case = Case {
+                op: Op::Mask,
+                dtype: DType::F32,
+                law: LAWS[0],
+                vocab: VOCAB,
+                shift: 0,
+                gap: 0,
+                blocks: 1,
+                staged: false,
+                draws: Draws::Random,
+                mass: Mass::Renormalized,
+                params: vec![Params {
+                    p: 0.9,
+                    temperature,
+                    ..Params::NONE
+                }],
+                keeps_equals: false,
+            };
+            let what = format!("{}: {crowd} at {temperature}", form.name);
+            case.check_rows(row, rng, &mut emulated, &what)?;
+        }
+        emulated.end()?;
+    }
+    Ok(())
+}
+
 /// How often the row was gone over; a cluster has it on chip, and there looks for the elements of the bin that a cut is
 /// in, and for a top-p's bracket at all of it.
 #[test]
