@@ -87,13 +87,12 @@ struct Softmax {
     return x == max ? 0.0f : z;
   }
 
-  __device__ __forceinline__ float weight(float x) const {
-    const float z = exponent(x);
-    if (!(x > -CUDART_INF_F) || !(z >= -43.0f)) return 0.0f;
-    const float round = 12582912.0f;
-    const float shifted = z * 1.44269504088896340736f + round;
-    const float n = shifted - round;
-    float r = z - n * 0.693359375f;
+  // exp(z) over 2^n, where n is the integer next to z / ln 2: in `shifted`, as the last bits of its sum with this.
+  static constexpr float kRound = 12582912.0f;
+  static __device__ __forceinline__ float fraction(float z, float* shifted) {
+    *shifted = z * 1.44269504088896340736f + kRound;
+    const float n = *shifted - kRound;
+    float r = __fmaf_rn(-n, 0.693359375f, z);  // The product is exact.
     r = r - n * -2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
@@ -101,8 +100,15 @@ struct Softmax {
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 0.5f;
-    const float e = p * (r * r) + r + 1.0f;
-    const int bias = __float_as_int(shifted) - __float_as_int(round);
+    return p * (r * r) + r + 1.0f;
+  }
+
+  __device__ __forceinline__ float weight(float x) const {
+    const float z = exponent(x);
+    if (!(x > -CUDART_INF_F) || !(z >= -43.0f)) return 0.0f;
+    float shifted;
+    const float e = fraction(z, &shifted);
+    const int bias = __float_as_int(shifted) - __float_as_int(kRound);
     return e * __uint_as_float((unsigned)(bias + 127) << 23);
   }
 
@@ -160,19 +166,9 @@ struct Weights {
       q = __fmaf_rn(__fmaf_rn(-q, temperature, z), reciprocal, q);
       z = __fmaf_rn(__fmaf_rn(-q, temperature, z), reciprocal, q);
     }
-    const float round = 12582912.0f;
-    const float shifted = z * 1.44269504088896340736f + round;
-    const float n = shifted - round;
-    float r = __fmaf_rn(-n, 0.693359375f, z);  // The product is exact.
-    r = r - n * -2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 0.5f;
-    const float e = p * (r * r) + r + 1.0f;
-    // Times 2^n: what is shifted out of `shifted` are the bits of `round`.
+    float shifted;
+    const float e = Softmax::fraction(z, &shifted);
+    // Times 2^n: what is shifted out of `shifted` are the bits of kRound.
     const float weight = __uint_as_float(__float_as_uint(e) + (__float_as_uint(shifted) << 23));
     return counts && z >= -43.0f ? weight : 0.0f;
   }
