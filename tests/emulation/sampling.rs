@@ -88,6 +88,24 @@ struct Case {
 const CAPACITY: usize = 40;
 
 impl Case {
+    /// Rows of f32, aligned and dense, that a cluster holds on chip.
+    fn of(op: Op, vocab: usize, blocks: u32, params: Vec<Params>) -> Self {
+        Self {
+            op,
+            dtype: DType::F32,
+            law: LAWS[0],
+            vocab,
+            shift: 0,
+            gap: 0,
+            blocks,
+            staged: blocks > 1,
+            draws: Draws::Random,
+            mass: Mass::Renormalized,
+            params,
+            keeps_equals: false,
+        }
+    }
+
     fn random(form: &Form, rng: &mut StdRng) -> Self {
         let widest = if form.threads == 512 { 24_000 } else { 40_000 };
         let vocab = match rng.random_range(0..4) {
@@ -459,23 +477,15 @@ fn members_decide_alike() -> Result<()> {
         (330..VOCAB).step_by(70).for_each(|at| row[at] = -80.0);
         let places = rand::seq::index::sample(rng, 300, kept.len());
         places.iter().zip(&kept).for_each(|(at, &x)| row[at] = x);
-        let case = Case {
-            op: Op::Mask,
-            dtype: DType::F32,
-            law: LAWS[0],
-            vocab: VOCAB,
-            shift: 0,
-            gap: 0,
-            blocks: 8,
-            staged: true,
-            draws: Draws::Random,
-            mass: Mass::Renormalized,
-            params: vec![Params {
+        let case = Case::of(
+            Op::Mask,
+            VOCAB,
+            8,
+            vec![Params {
                 p: 0.5,
                 ..Params::NONE
             }],
-            keeps_equals: false,
-        };
+        );
         case.check_rows(row, rng, &mut emulated, &format!("short by {short}"))?;
     }
     emulated.end()
@@ -496,23 +506,15 @@ fn members_propose_again_alike() -> Result<()> {
         }
         // Each where a piece of the sample is, of which every group has a few.
         (0..50).for_each(|group| row[4 * (2 * group * (VOCAB / 4 - 3) / 256)] = 0.0);
-        let case = Case {
-            op: Op::Mask,
-            dtype: DType::F32,
-            law: LAWS[0],
-            vocab: VOCAB,
-            shift: 0,
-            gap: 0,
-            blocks: 8,
-            staged: true,
-            draws: Draws::Random,
-            mass: Mass::Renormalized,
-            params: vec![Params {
+        let case = Case::of(
+            Op::Mask,
+            VOCAB,
+            8,
+            vec![Params {
                 p: 0.9,
                 ..Params::NONE
             }],
-            keeps_equals: false,
-        };
+        );
         let routes = case.check_rows(row, rng, &mut emulated, &format!("row {i}"))?;
         assert_eq!(routes[0] & SECOND_PASS, SECOND_PASS, "row {i}");
     }
@@ -544,22 +546,18 @@ fn what_a_sample_misses() -> Result<()> {
                 row[at] = rng.random_range(9.0..11.0);
             }
             let case = Case {
-                op: [Op::Mask, Op::Sample][i % 2],
-                dtype: DType::F32,
-                law: LAWS[0],
-                vocab: VOCAB,
                 shift: i % 4,
-                gap: 0,
-                blocks: form.clusters[i % form.clusters.len()],
                 staged: form.clusters.len() > 1 && i % 3 > 0,
-                draws: Draws::Random,
-                mass: Mass::Renormalized,
-                params: vec![Params {
-                    k,
-                    p,
-                    ..Params::NONE
-                }],
-                keeps_equals: false,
+                ..Case::of(
+                    [Op::Mask, Op::Sample][i % 2],
+                    VOCAB,
+                    form.clusters[i % form.clusters.len()],
+                    vec![Params {
+                        k,
+                        p,
+                        ..Params::NONE
+                    }],
+                )
             };
             let what = format!("{numbers} numbers, {outliers} above, k {k}, p {p}");
             case.check_rows(row, rng, &mut emulated, &what)?;
@@ -654,18 +652,17 @@ fn large_sets(form: &Form) -> Result<()> {
         let mut params: Vec<Params> = (0..2).map(|j| all[(i + 3 * j) % all.len()]).collect();
         params[1].temperature = [1.0, 0.6, 1.7][i / 3 % 3];
         let case = Case {
-            op: [Op::Mask, Op::Sample, Op::Candidates, Op::Mask][i % 4],
             dtype: [DType::F32, DType::F32, DType::BF16, DType::F16][i / 2 % 4],
-            law: LAWS[0],
-            vocab,
             shift: i % 4,
             gap: i % 3,
-            blocks: form.clusters[i % form.clusters.len()],
-            staged: form.clusters.len() > 1 && i % 3 > 0,
-            draws: Draws::Random,
             mass: [Mass::Renormalized, Mass::Joint][i / 2 % 2],
-            params,
-            keeps_equals: false,
+            staged: form.clusters.len() > 1 && i % 3 > 0,
+            ..Case::of(
+                [Op::Mask, Op::Sample, Op::Candidates, Op::Mask][i % 4],
+                vocab,
+                form.clusters[i % form.clusters.len()],
+                params,
+            )
         };
         let what = format!("{}, {kind}: {case:?}", form.name);
         let rows: Vec<f32> = (0..2)
@@ -727,24 +724,16 @@ fn bins_without_width() -> Result<()> {
                 };
             }
             row.iter_mut().for_each(|x| *x *= temperature);
-            let case = Case {
-                op: Op::Mask,
-                dtype: DType::F32,
-                law: LAWS[0],
-                vocab: VOCAB,
-                shift: 0,
-                gap: 0,
-                blocks: 1,
-                staged: false,
-                draws: Draws::Random,
-                mass: Mass::Renormalized,
-                params: vec![Params {
+            let case = Case::of(
+                Op::Mask,
+                VOCAB,
+                1,
+                vec![Params {
                     p: 0.9,
                     temperature,
                     ..Params::NONE
                 }],
-                keeps_equals: false,
-            };
+            );
             let what = format!("{}: {crowd} at {temperature}", form.name);
             case.check_rows(row, rng, &mut emulated, &what)?;
         }
@@ -768,24 +757,16 @@ fn passes_are_counted() -> Result<()> {
             (0, 1.0, NO_TRUNCATION, 1),
             (50, 1.0, HIT, 1),
         ] {
-            let case = Case {
-                op: Op::Sample,
-                dtype: DType::F32,
-                law: LAWS[0],
-                vocab: VOCAB,
-                shift: 0,
-                gap: 0,
-                blocks: form.clusters[0],
-                staged: looks > 0,
-                draws: Draws::Random,
-                mass: Mass::Renormalized,
-                params: vec![Params {
+            let case = Case::of(
+                Op::Sample,
+                VOCAB,
+                form.clusters[0],
+                vec![Params {
                     k,
                     p,
                     ..Params::NONE
                 }],
-                keeps_equals: false,
-            };
+            );
             let row = logits(Law::Normal, VOCAB, rng);
             let what = format!("{}: k {k}, p {p}", form.name);
             let counted = case.check_counted(row, rng, &mut emulated, &what)?[0];
@@ -826,18 +807,17 @@ fn rows_without_limits(form: &Form) -> Result<()> {
             ..Params::NONE
         });
         let case = Case {
-            op: Op::Sample,
             dtype: [DType::F32, DType::F32, DType::BF16, DType::F16][i / 2 % 4],
-            law: LAWS[0],
-            vocab,
             shift: i % 8,
             gap: i % 3,
-            blocks: form.clusters[i % form.clusters.len()],
-            staged: form.clusters.len() > 1 && i % 4 > 0,
             draws: [Draws::Random, Draws::Random, Draws::Lowest, Draws::Highest][i % 4],
-            mass: Mass::Renormalized,
-            params: params.collect(),
-            keeps_equals: false,
+            staged: form.clusters.len() > 1 && i % 4 > 0,
+            ..Case::of(
+                Op::Sample,
+                vocab,
+                form.clusters[i % form.clusters.len()],
+                params.collect(),
+            )
         };
         let mut rows = vec![];
         for _ in 0..2 {
@@ -892,23 +872,15 @@ fn a_cut_at_zero() -> Result<()> {
         let mut row = vec![-1f32; 20_000];
         row.iter_mut().step_by(2).for_each(|x| *x = 0.0);
         row.iter_mut().step_by(3).for_each(|x| *x = -0.0);
-        let case = Case {
+        let case = Case::of(
             op,
-            dtype: DType::F32,
-            law: LAWS[0],
-            vocab: row.len(),
-            shift: 0,
-            gap: 0,
-            blocks: 1,
-            staged: false,
-            draws: Draws::Random,
-            mass: Mass::Renormalized,
-            params: vec![Params {
+            row.len(),
+            1,
+            vec![Params {
                 min_p: 1.0,
                 ..Params::NONE
             }],
-            keeps_equals: false,
-        };
+        );
         case.check_rows(row, rng, &mut emulated, &format!("{op:?}"))?;
     }
     emulated.end()
