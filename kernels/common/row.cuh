@@ -80,6 +80,10 @@ __device__ __forceinline__ int share(int n, unsigned shares) {
   return most >> twos;
 }
 
+// By all lanes of a warp. The compiler has loads last that nothing in the same round of a loop waits for: behind all that
+// is computed, which they were to run beside. It moves none across a barrier.
+__device__ __forceinline__ void loads_go_first() { __syncwarp(); }
+
 // Vectors are aligned, so the first and the last may stick out of the row. `shift` is how many
 // elements the first begins before it. A block's slice is the vectors from `begin` to `end`; with
 // kStages it may lie on chip, and loads, then of the slice alone, come from there.
@@ -173,7 +177,7 @@ struct Row {
 
   // f(vectors, index of the first) for tiles of the slice's whole vectors: a tile's are `kThreads`
   // apart, and -inf beyond the last. Each thread has a tile of loads in flight while it looks at the one
-  // before.
+  // before. All lanes of a warp come to each of its tiles.
   template <int kDepth, bool kPrefetches = false, class F>
   __device__ __forceinline__ void for_each_tile(F f) const {
     int from, to;
@@ -181,6 +185,7 @@ struct Row {
     Vector<T> nothing;
 #pragma unroll
     for (int w = 0; w < kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
+    const int lane = threadIdx.x % 32;
     int j = from + threadIdx.x;
     Vector<T> v[kDepth];
 #pragma unroll
@@ -188,7 +193,7 @@ struct Row {
       if (j + d * kThreads < to) v[d] = load_inside(j + d * kThreads);
     }
 #pragma unroll 1
-    while (j < to) {
+    while (j - lane < to) {
       const int ahead = j + kDepth * kThreads;
       if (kPrefetches && (j - from) / kThreads % (kChunk / kThreads) == 0) prefetch_chunk(j);
       Vector<T> next[kDepth];
@@ -196,9 +201,10 @@ struct Row {
       for (int d = 0; d < kDepth; d++) {
         if (ahead + d * kThreads < to) next[d] = load_inside(ahead + d * kThreads);
       }
+      loads_go_first();
       if (ahead - kThreads >= to) {
 #pragma unroll
-        for (int d = 1; d < kDepth; d++) {
+        for (int d = 0; d < kDepth; d++) {
           if (j + d * kThreads >= to) v[d] = nothing;
         }
       }

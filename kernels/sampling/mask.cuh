@@ -56,51 +56,60 @@ static __device__ __noinline__ Mass write_slice(const typename Kept<T, C>::TeamR
   typename W::Sum sum;
   const bool aligned = (size_t)out % 16 / sizeof(T) == row.shift;
   const T dropped = from_bits<T>(Bits<T>::kNegInfinity);
-#pragma unroll 1
-  for (int j = row.begin + threadIdx.x; j < row.end; j += kDepth * kThreads) {
-    if (W::kSums && (j - row.begin) / kThreads % (row.kChunk / kThreads) == 0) row.prefetch_chunk(j);
-    Vector<T> v[kDepth];
+  const auto note = [&](float x, int position) {
+    const unsigned slot = shared_add(slots, 1);
+    if (slot < kCandidates) slice->keys[slot] = key_of(x), slice->positions[slot] = position;
+  };
+  int from, to;
+  row.whole_vectors(&from, &to);
+  row.template for_each_tile<kDepth, W::kSums>([&](const Vector<T>(&tile)[kDepth], int j) {
 #pragma unroll
     for (int d = 0; d < kDepth; d++) {
-      if (j + d * kThreads < row.end) v[d] = row.load(j + d * kThreads);
-    }
-#pragma unroll
-    for (int d = 0; d < kDepth; d++) {
-      if (j + d * kThreads >= row.end) continue;
       const int first = row.first(j + d * kThreads);
+      Vector<T> v = tile[d];
       bool any = false;
 #pragma unroll
       for (int w = 0; w < Row<T>::kWidth; w++) {
-        const float x = widen(v[d].at[w]);
+        const float x = widen(v.at[w]);
         if constexpr (W::kSums) sum.add(weights.of(x, x > high));
         const bool inside = x >= low && x <= high;
         any |= inside;
-        if (!(x > high) && !(inside && (open || (unsigned)(first + w) < end_of_equal))) v[d].at[w] = dropped;
+        if (!(x > high) && !(inside && (open || (unsigned)(first + w) < end_of_equal))) v.at[w] = dropped;
       }
-      if (any && open) {
+      if (any && open && j + d * kThreads < to) {
         if constexpr (W::kSums) {
           // No call: what lives through one has few registers.
 #pragma unroll
           for (int w = 0; w < Row<T>::kWidth; w++) {
-            const float x = widen(v[d].at[w]);
-            if (!(x >= low && x <= high)) continue;
-            const unsigned slot = shared_add(slots, 1);
-            if (slot < kCandidates) slice->keys[slot] = key_of(x), slice->positions[slot] = first + w;
+            const float x = widen(v.at[w]);
+            if (x >= low && x <= high) note(x, first + w);
           }
         } else {
-          Kept<T, C>::note_open(v[d], first, low, high, slice, slots);
+          Kept<T, C>::note_open(v, first, low, high, slice, slots);
         }
       }
-      if (aligned && first >= 0 && first + Row<T>::kWidth <= row.size) {
+      if (j + d * kThreads >= to) continue;
+      if (aligned) {
         uint4 raw;
-        memcpy(&raw, &v[d], sizeof(raw));
+        memcpy(&raw, &v, sizeof(raw));
         __stcs(reinterpret_cast<uint4*>(out + first), raw);
       } else {
 #pragma unroll
-        for (int w = 0; w < Row<T>::kWidth; w++) {
-          if (first + w >= 0 && first + w < row.size) out[first + w] = v[d].at[w];
-        }
+        for (int w = 0; w < Row<T>::kWidth; w++) out[first + w] = v.at[w];
       }
+    }
+  });
+  int at;
+  if (row.has_edge(&at)) {
+    const int first = row.first(at);
+#pragma unroll 1
+    for (int i = max(first, 0); i < min(first + Row<T>::kWidth, row.size); i++) {
+      const float x = widen(row.data[i]);
+      if constexpr (W::kSums) sum.add(weights.of(x, x > high));
+      const bool inside = x >= low && x <= high;
+      if (inside && open) note(x, i);
+      const bool stays = x > high || (inside && (open || (unsigned)i < end_of_equal));
+      out[i] = stays ? row.data[i] : dropped;
     }
   }
   if constexpr (W::kSums) return sum.mass();

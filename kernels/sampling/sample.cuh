@@ -180,6 +180,7 @@ static __device__ __noinline__ void sum_segments(const typename Kept<T, C>::Team
     Vector<T> next[kDepth];
 #pragma unroll
     for (int d = 0; d < kDepth; d++) next[d] = row.load_whole(ahead + d * 32, ahead + d * 32 < to);
+    loads_go_first();
     bool any = false;
 #pragma unroll
     for (int d = 0; d < kDepth; d++) {
