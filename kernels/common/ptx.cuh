@@ -6,8 +6,9 @@
 #include <emulator/ptx.hpp>
 #else
 
-// The dynamic shared memory of the block, and its size.
-extern __shared__ uint4 dynamic[];
+// The dynamic shared memory of the block, and its size. It begins with a line, whatever comes before it: what is copied to
+// the middle of one takes longer to arrive.
+extern __shared__ __align__(128) uint4 dynamic[];
 __device__ __forceinline__ unsigned dynamic_shared_bytes() {
   unsigned bytes;
   asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));

@@ -5,6 +5,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
+#include "order.cuh"
 #include "ptx.cuh"
 
 // `kThreads`, the threads of a block, is the including file's.
@@ -40,6 +43,25 @@ template <> struct Bits<__half> { static constexpr unsigned kNegInfinity = 0xfc0
 template <> struct Bits<__nv_bfloat16> {
   static constexpr unsigned kNegInfinity = 0xff80u, kNan = 0x7fc0u;
 };
+
+// The greatest number of the dtype below a cutoff: what is above it reaches the cutoff. Of 0 both zeros do.
+template <class T>
+__device__ __forceinline__ T below_of(float cut) {
+  unsigned bits;
+  if constexpr (sizeof(T) == 4) {
+    bits = __float_as_uint(value_of(key_of(cut) - (cut == 0.0f ? 2 : 1)));
+  } else {
+    // Toward 0, or to the nearest: if that is too much, one less will do.
+    T near;
+    if constexpr (std::is_same<T, __half>::value) near = __float2half_rn(cut);
+    else near = from_bits<T>(__float_as_uint(cut) >> 16);
+    unsigned short half;
+    memcpy(&half, &near, sizeof(half));
+    bits = half;
+    if (widen(near) >= cut) bits = (bits & 0x7fff) == 0 ? 0x8001 : bits & 0x8000 ? bits + 1 : bits - 1;
+  }
+  return from_bits<T>(bits);
+}
 
 template <class T>
 struct alignas(16) Vector {
@@ -98,12 +120,20 @@ struct Row {
 
   __device__ Row(const T* data, int size, int slice, unsigned slices)
       : data(data), size(size), shift((int)((size_t)data % 16 / sizeof(T))) {
-    const int length = share(vectors(), slices);
+    const int length = slice_length(slices);
     begin = min(slice * length, vectors()), end = min(begin + length, vectors());
   }
 
   // At least 1. A vocabulary leaves room for a vector beyond it in an int.
   __device__ __forceinline__ int vectors() const { return (shift + size + kWidth - 1) / kWidth; }
+
+  // Whole lines but for the last slice, as they lie in memory where the row begins with one.
+  static constexpr int kLine = 128 / sizeof(uint4);
+  __device__ __forceinline__ int slice_length(unsigned slices) const {
+    return (share(vectors(), slices) + kLine - 1) / kLine * kLine;
+  }
+  // Where in a line the slice begins.
+  __device__ __forceinline__ int phase() const { return (int)((size_t)(data + first(begin)) / sizeof(uint4) % kLine); }
 
   // Position of the first element of vector j; below 0 where it sticks out.
   __device__ __forceinline__ int first(int j) const { return j * kWidth - shift; }
@@ -115,9 +145,10 @@ struct Row {
   }
 
   // A vector that doesn't stick out.
-  __device__ __forceinline__ Vector<T> load_inside(int j) const {
-    if (kStages && staged) return as_vector(staged[j - begin]);
-    return load_inside_global(j);
+  __device__ __forceinline__ Vector<T> load_inside(int j) const { return as_vector(load_words(j)); }
+  __device__ __forceinline__ uint4 load_words(int j) const {
+    if (kStages && staged) return staged[j - begin];
+    return load_words_global(j);
   }
 
   // Any vector of the row, wherever the slice lies.
@@ -128,8 +159,9 @@ struct Row {
   }
 
   // Not by way of L1, which has no use for it.
-  __device__ __forceinline__ Vector<T> load_inside_global(int j) const {
-    return as_vector(__ldcg(reinterpret_cast<const uint4*>(data + first(j))));
+  __device__ __forceinline__ Vector<T> load_inside_global(int j) const { return as_vector(load_words_global(j)); }
+  __device__ __forceinline__ uint4 load_words_global(int j) const {
+    return __ldcg(reinterpret_cast<const uint4*>(data + first(j)));
   }
 
   static __device__ __forceinline__ Vector<T> as_vector(uint4 raw) {
@@ -152,25 +184,22 @@ struct Row {
   // The slice's vectors that a warp has to itself.
   __device__ __forceinline__ void part_of_warp(int* from, int* to) const {
     constexpr int kWarps = kThreads / 32;
-    const int warp = threadIdx.x / 32, length = (end - begin + kWarps - 1) / kWarps;
+    const int warp = threadIdx.x / 32, even = (end - begin + kWarps - 1) / kWarps;
+    // Whole lines, where these are parts of about one size all the same.
+    const int length = even < 4 * kLine ? even : (even + kLine - 1) / kLine * kLine;
     *from = min(begin + warp * length, end), *to = min(*from + length, end);
   }
 
-  // Sends for the beginning of the slice, to L2.
+  // Sends for the beginning of the slice, to L2: a line a thread.
   __device__ __forceinline__ void prefetch() const {
-    constexpr int kAhead = 2;
-#pragma unroll
-    for (int d = 0; d < kAhead; d++) {
-      const int j = begin + threadIdx.x + d * kThreads;
-      if (j < end) prefetch_to_l2(data + max(first(j), 0));
-    }
+    const int j = begin + (int)threadIdx.x * kLine;
+    if (j < end) prefetch_to_l2(data + max(first(j), 0));
   }
 
   // Sends a chunk of the slice to L2, by a line a thread: the one after that which begins where the block is, at `j` a
   // thread. For passes that have no registers for as many loads as memory takes; once a chunk.
   static constexpr int kChunk = 4 * kThreads;
   __device__ __forceinline__ void prefetch_chunk(int j) const {
-    constexpr int kLine = 8;
     const int at = j - (int)threadIdx.x + kChunk + (int)threadIdx.x * kLine;
     if (!(kStages && staged) && threadIdx.x < kChunk / kLine && at < end) prefetch_to_l2(data + max(first(at), 0));
   }
@@ -182,35 +211,37 @@ struct Row {
   __device__ __forceinline__ void for_each_tile(F f) const {
     int from, to;
     whole_vectors(&from, &to);
-    Vector<T> nothing;
-#pragma unroll
-    for (int w = 0; w < kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
+    constexpr unsigned kNothing = Bits<T>::kNegInfinity * (sizeof(T) == 4 ? 1 : 0x10001u);
     const int lane = threadIdx.x % 32;
     int j = from + threadIdx.x;
-    Vector<T> v[kDepth];
+    // In words: as elements of half precision they would be taken apart, and waited for, when they are sent for.
+    uint4 own[kDepth];
 #pragma unroll
     for (int d = 0; d < kDepth; d++) {
-      if (j + d * kThreads < to) v[d] = load_inside(j + d * kThreads);
+      if (j + d * kThreads < to) own[d] = load_words(j + d * kThreads);
     }
 #pragma unroll 1
     while (j - lane < to) {
       const int ahead = j + kDepth * kThreads;
       if (kPrefetches && (j - from) / kThreads % (kChunk / kThreads) == 0) prefetch_chunk(j);
-      Vector<T> next[kDepth];
+      uint4 next[kDepth];
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {
-        if (ahead + d * kThreads < to) next[d] = load_inside(ahead + d * kThreads);
+        if (ahead + d * kThreads < to) next[d] = load_words(ahead + d * kThreads);
       }
       loads_go_first();
       if (ahead - kThreads >= to) {
 #pragma unroll
         for (int d = 0; d < kDepth; d++) {
-          if (j + d * kThreads >= to) v[d] = nothing;
+          if (j + d * kThreads >= to) own[d] = {kNothing, kNothing, kNothing, kNothing};
         }
       }
+      Vector<T> v[kDepth];
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) v[d] = as_vector(own[d]);
       f(v, j);
 #pragma unroll
-      for (int d = 0; d < kDepth; d++) v[d] = next[d];
+      for (int d = 0; d < kDepth; d++) own[d] = next[d];
       j = ahead;
     }
   }

@@ -271,7 +271,7 @@ struct alignas(16) Apart {
 // Dynamic shared memory: `shared_bytes` in src/sampling/cuda.rs. A member of a larger team collects
 // its slice's part first, and then everybody's; the copy of its slice of the row, if any, follows.
 template <int C>
-struct alignas(16) Shared {
+struct alignas(128) Shared {
   union {
     Top top;
     struct {
@@ -291,7 +291,7 @@ struct alignas(16) Shared {
   };
 };
 template <>
-struct alignas(16) Shared<1> {
+struct alignas(128) Shared<1> {
   union {
     Top top;
     struct {
@@ -310,7 +310,7 @@ struct alignas(16) Shared<1> {
   };
 };
 static_assert(sizeof(BracketHistogram<8>) <= sizeof(Elements), "no member notes elements where another still counts");
-static_assert(sizeof(Shared<1>) == 3216 + (32 << 10) || sizeof(Shared<8>) == 3216 + (32 << 10),
+static_assert(sizeof(Shared<1>) == 3328 + (32 << 10) || sizeof(Shared<8>) == 3328 + (32 << 10),
               "src/sampling/cuda.rs asks for as much");
 
 // A measure of elements: their number or their mass. The search is the same for both.
@@ -538,7 +538,7 @@ struct Kept : Cut {
   __device__ __forceinline__ Kept(const Kept& kept, Shared<C>& shared)
       : Cut(kept), row(kept.row), limits(kept.limits), shared(shared), index(kept.index), by_id(kept.by_id),
         unfinished(kept.unfinished), counted(kept.counted), proposed(kept.proposed) {
-    if (row.staged) row.staged = reinterpret_cast<const uint4*>(&shared + 1);
+    if (row.staged) row.staged = copy_of_slice();
   }
 
   struct Open {
@@ -787,13 +787,16 @@ struct Kept : Cut {
   }
 
  private:
+  // Where the copy of the slice is: at the same place in a line as in memory.
+  __device__ __forceinline__ uint4* copy_of_slice() const { return reinterpret_cast<uint4*>(&shared + 1) + row.phase(); }
+
   // Sends for the slice, where all of the row fits on chip. A warp has a part to itself.
   __device__ __forceinline__ bool stage() {
     if constexpr (C > 1) {
       const unsigned bytes = dynamic_shared_bytes();
-      const unsigned vectors = share(row.vectors(), Team<C>::size());
+      const unsigned vectors = row.slice_length(Team<C>::size()) + row.kLine;
       if (sizeof(Shared<C>) + vectors * sizeof(uint4) <= bytes) {
-        uint4* const copy = reinterpret_cast<uint4*>(&shared + 1);
+        uint4* const copy = copy_of_slice();
         const int whole = (row.shift + row.size) / Row<T>::kWidth;
         int from, to;
         row.part_of_warp(&from, &to);
@@ -947,6 +950,23 @@ struct Kept : Cut {
     return limits.top_p < 1.0f && limits.top_k != 1 && (joint || !(limits.top_k > 0 && limits.top_k < (unsigned)row.size));
   }
 
+  // The weights of what a thread has of a warp's part.
+  __device__ __forceinline__ float sum_staged(const uint4* part, int from, int to, float origin) const {
+    constexpr int kDepth = 4;
+    Vector<T> nothing;
+#pragma unroll
+    for (int w = 0; w < Row<T>::kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
+    Sum sum;
+#pragma unroll 1
+    for (int j = from + (int)threadIdx.x % 32; j < to; j += kDepth * 32) {
+      Vector<T> v[kDepth];
+#pragma unroll
+      for (int d = 0; d < kDepth; d++) v[d] = j + d * 32 < to ? TeamRow::as_vector(part[j + d * 32]) : nothing;
+      sum.add(v, CUDART_INF_F, scale, origin);
+    }
+    return sum.sum;
+  }
+
   // Part 1 where the row is on chip: as the sample's, of parts of the row.
   template <class Meanwhile>
   __device__ __forceinline__ Proposal propose_staged(int joint, Meanwhile meanwhile) {
@@ -956,33 +976,10 @@ struct Kept : Cut {
     int from, to;
     row.part_of_warp(&from, &to);
     const uint4* const part = row.staged - row.begin;
-    constexpr int kDepth = 4;
-    Vector<T> nothing;
-#pragma unroll
-    for (int w = 0; w < Row<T>::kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
-    float own = -CUDART_INF_F, own_origin = kLeastOrigin;
-    own_sum = 0.0f;
+    float own = -CUDART_INF_F;
     part_mail().wait(0);
-    if (sums(joint)) {
-      // The weights, too, relative to the greatest that the thread has seen, as their sum is where that changes.
-      Sum sum;
-#pragma unroll 1
-      for (int j = from + lane; j < to; j += kDepth * 32) {
-        Vector<T> v[kDepth];
-#pragma unroll
-        for (int d = 0; d < kDepth; d++) v[d] = j + d * 32 < to ? TeamRow::as_vector(part[j + d * 32]) : nothing;
-#pragma unroll
-        for (int d = 0; d < kDepth; d++) own = max_or_nan(own, max_or_nan(v[d]));
-        const float origin = fmaxf(own * scale, kLeastOrigin);
-        const float factor = exp2_approx(own_origin - origin);
-        sum.sum *= factor, sum.carry *= factor, own_origin = origin;
-        sum.add(v, CUDART_INF_F, scale, origin);
-      }
-      own_sum = sum.sum;
-    } else {
 #pragma unroll 4
-      for (int j = from + lane; j < to; j += 32) own = max_or_nan(own, max_or_nan(TeamRow::as_vector(part[j])));
-    }
+    for (int j = from + lane; j < to; j += 32) own = max_or_nan(own, max_or_nan(TeamRow::as_vector(part[j])));
     own_best = own;
     // NaN is above all.
     unsigned most = own != own ? ~0u : key_of(own);
@@ -1006,6 +1003,9 @@ struct Kept : Cut {
     if (threadIdx.x < kGroups - all_groups) mail(0).send(&maxima[all_groups + threadIdx.x], 0, Team<C>::rank());
     // They are on their way.
     meanwhile();
+    // The weights, too, relative to the greatest that the thread has seen.
+    const float own_origin = fmaxf(own * scale, kLeastOrigin);
+    own_sum = sums(joint) ? sum_staged(part, from, to, own_origin) : 0.0f;
     const bool by_count = limits.top_k > 0 && limits.top_k < (unsigned)row.size;
     const bool by_parts = row.size > kCandidates && limits.top_k != 1 &&
                           (by_count ? limits.top_k <= (unsigned)all_groups : limits.top_p < 1.0f);
@@ -1056,7 +1056,7 @@ struct Kept : Cut {
     constexpr int kSampled = Sampled::kVectors;
     constexpr int kGroups = 64, kGroup = kThreads / kGroups, kShare = 32 / kGroup;
     __shared__ float maxima[kGroups], nth_greatest[2];
-    __shared__ unsigned weights[3][kWarps];
+    __shared__ unsigned weights[4][kWarps];
     float best = -CUDART_INF_F;
 #pragma unroll
     for (int i = 0; i < kSampled; i++) {
@@ -1070,7 +1070,7 @@ struct Kept : Cut {
     const int lane = threadIdx.x % 32;
     const float reference = warp_reduce(fmaxf(maxima[lane], maxima[lane + 32]), greater);
     // The nth of the groups' maxima, about the nth of the sample or a little below; another's, too.
-    const auto nth_maximum = [&](int nth, int other_nth = 0) {
+    const auto nth_maximum = [&](int nth, int fewer = 0) {
       const int mine = threadIdx.x / 32 * kShare + lane / kGroup;
       int before = 0;
 #pragma unroll
@@ -1082,11 +1082,13 @@ struct Kept : Cut {
       for (int lanes = kGroup / 2; lanes > 0; lanes /= 2) before += __shfl_xor_sync(~0u, before, lanes);
       if (lane % kGroup == 0) {
         if (before == nth - 1) nth_greatest[0] = maxima[mine];
-        if (before == other_nth - 1) nth_greatest[1] = maxima[mine];
+        if (before == fewer - 1) nth_greatest[1] = maxima[mine];
       }
       __syncthreads();
       return nth_greatest[0];
     };
+    // How many logits one of the sample stands for.
+    const float each = (float)row.size / Sampled::kSize;
     const auto above = [&](float threshold) {
       return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference, false, false};
     };
@@ -1098,56 +1100,58 @@ struct Kept : Cut {
       if (!(limits.min_p > 0.0f)) return {0.0f, false, reference, false, false};
       return above(reference + limits.temperature * (logf(limits.min_p) - 1e-3f));
     }
-    // How many logits one of the sample stands for.
-    const float each = (float)row.size / Sampled::kSize;
     if (limits.top_k == 1) return above(reference);
-    int nth, few = 0;
+    int nth, fewer = 0;
     if (by_count) {
       // Fewer than k reach it about once in 100,000 rows.
       nth = (int)fminf(2.0f * limits.top_k / each + 7.0f, 64.0f);
       if (nth <= 48) return above(nth_maximum(nth));
       if (limits.top_k > kCandidates / 2) return {0.0f, false, reference, false, false};
     } else {
-      nth = (int)fminf(fmaxf(768.0f / each, 4.0f), 40.0f), few = max(nth / 2, 6);
+      nth = (int)fminf(fmaxf(768.0f / each, 4.0f), 40.0f), fewer = max(nth / 2, 6);
     }
 
     // What lies far below weighs nothing, and fill values would drown the deviation.
     const float floor = reference - 128.0f * fmaxf(limits.temperature, 1.0f);
-    const float threshold = by_count ? CUDART_INF_F : nth_maximum(nth, few);
-    const float high_threshold = by_count ? CUDART_INF_F : nth_greatest[1];
+    const float threshold = by_count ? CUDART_INF_F : nth_maximum(nth, fewer);
     const float scale = CUDART_L2E_F / limits.temperature;
     if (!by_count) {
-      // Weights of all, and of what is not gathered above either threshold, as integers: a warp adds them by one
+      // Weights of all, and of what is not gathered above each threshold, as integers: a warp adds them by one
       // instruction each, and no order shows.
       constexpr float kUnit = 0x1p31f / (Sampled::kSize / kWarps);
-      unsigned whole = 0, rest = 0, more_rest = 0;
+      float own[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      // One that even a few more at it than the sample shows would not reach, of what a top-p spares; as if what the sample
+      // shows above it were all there is.
+      const float least = 0.25f * (1.0f - limits.top_p) / (7.0f * each);
+      const float thresholds[3] = {threshold, nth_greatest[1], reference + __log2f(least) / scale};
 #pragma unroll
       for (int i = 0; i < kSampled; i++) {
 #pragma unroll
         for (int w = 0; w < Row<T>::kWidth; w++) {
-          const unsigned weight = __float2uint_rz(exp2_approx((x(i, w) - reference) * scale) * kUnit);
-          whole += weight;
-          if (x(i, w) < threshold) rest += weight;
-          if (x(i, w) < high_threshold) more_rest += weight;
+          const float weight = exp2_approx((x(i, w) - reference) * scale);
+#pragma unroll
+          for (int t = 0; t < 3; t++) add_below(&own[t], weight, x(i, w), thresholds[t]);
+          own[3] += weight;
         }
       }
-      whole = __reduce_add_sync(~0u, whole), rest = __reduce_add_sync(~0u, rest);
-      more_rest = __reduce_add_sync(~0u, more_rest);
-      if (lane == 0) {
-        const int warp = threadIdx.x / 32;
-        weights[0][warp] = whole / kWarps, weights[1][warp] = rest / kWarps, weights[2][warp] = more_rest / kWarps;
+#pragma unroll
+      for (int t = 0; t < 4; t++) {
+        const unsigned sum = __reduce_add_sync(~0u, __float2uint_rz(own[t] * kUnit));
+        if (lane == 0) weights[t][threadIdx.x / 32] = sum / kWarps;
       }
       __syncthreads();
       const auto sum = [&](int which) { return (float)__reduce_add_sync(~0u, lane < kWarps ? weights[which][lane] : 0); };
       // Fewer are gathered where there is little doubt.
-      const float spared = (1.0f - limits.top_p) * sum(0);
-      if (sum(2) < 0.3f * spared) return above(high_threshold);
-      if (sum(1) < 0.8f * spared) return above(threshold);
+      const float spared = (1.0f - limits.top_p) * sum(3);
+      if (thresholds[2] > thresholds[1] && each * sum(2) < 0.5f * spared) return above(thresholds[2]);
+      if (sum(1) < 0.3f * spared) return above(thresholds[1]);
+      // Where far more is left, it is not to be gathered either: greater logits that the sample has missed may still
+      // outweigh it.
+      const float rest = sum(0);
+      if (rest < 0.8f * spared || rest > 2.0f * spared) return above(threshold);
     }
     // Moments about the best: one pass, and no cancellation to speak of.
-    struct Moments {
-      float n, sum, squares;
-    } m = {0.0f, 0.0f, 0.0f};
+    Moments m = {0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kSampled; i++) {
 #pragma unroll
@@ -1156,31 +1160,49 @@ struct Kept : Cut {
         if (x(i, w) > floor && x(i, w) < CUDART_INF_F) m.n += 1.0f, m.sum += d, m.squares += d * d;
       }
     }
+    const Normal normal = normal_threshold(m, each, by_count ? (float)limits.top_k : 0.0f, limits.top_p, limits.temperature);
+    // No statistics (no number in the sample, infinite ones): nothing is gathered.
+    if (normal.more_than_fit) return above(threshold);
+    if (!(reference + normal.threshold > -CUDART_INF_F)) return {0.0f, false, reference, false, false};
+    return above(fminf(reference + normal.threshold, reference));
+  }
+
+  struct Moments {
+    float n, sum, squares;
+  };
+  // What a normal law of these moments says: a threshold, by its distance from what they are about; and whether more are
+  // kept than fit. Few rows need it, so it is by itself.
+  struct Normal {
+    float threshold;
+    bool more_than_fit;
+  };
+  static __device__ __noinline__ Normal normal_threshold(Moments m, float each, float top_k, float top_p,
+                                                         float temperature) {
+    __shared__ Normal said;
     m = block_reduce(m, [](Moments a, Moments b) {
       return Moments{a.n + b.n, a.sum + b.sum, a.squares + b.squares};
     });
-    const float mean = m.sum / m.n;
-    const float sigma = sqrtf(fmaxf(m.squares / m.n - mean * mean, 0.0f));
-    const float size = m.n * each;
-    // The deviation that about `count` elements exceed.
-    auto quantile = [&](float count) { return -normcdfinvf(fminf(count / size, 0.5f)); };
-    float delta;
-    if (by_count) {
-      delta = 0.8f * quantile((float)limits.top_k);  // the paper's margin
-      delta = fmaxf(delta, quantile(0.5f * (limits.top_k + kCandidates)));
-    } else {
-      // Under softmax a normal law is a normal law about its mean plus sigma squared.
-      delta = sigma / limits.temperature - normcdfinvf(limits.top_p);
-      delta -= 0.2f * fabsf(delta);
-      // Where more are kept than fit, by this law: greater logits that the sample has missed may
-      // still outweigh it.
-      if (delta < quantile(kCandidates)) return above(threshold);
-      delta = fmaxf(delta, quantile(0.5f * kCandidates));
+    // One warp has the rest to itself, and inverts the law for all at once.
+    if (threadIdx.x < 32) {
+      const int lane = threadIdx.x;
+      const float mean = m.sum / m.n;
+      const float sigma = sqrtf(fmaxf(m.squares / m.n - mean * mean, 0.0f));
+      // The deviations that about so many elements exceed.
+      const float count = lane == 0 ? 0.5f * (top_k + kCandidates) : top_k > 0.0f ? top_k : kCandidates;
+      const float deviation = -normcdfinvf(lane == 2 ? top_p : fminf(count / (m.n * each), 0.5f));
+      const float least = __shfl_sync(~0u, deviation, 0), of_all = __shfl_sync(~0u, deviation, 1);
+      const float of_top_p = __shfl_sync(~0u, deviation, 2);
+      float delta = 0.8f * of_all;  // the paper's margin
+      if (top_k == 0.0f) {
+        // Under softmax a normal law is a normal law about its mean plus sigma squared.
+        delta = sigma / temperature + of_top_p;
+        delta -= 0.2f * fabsf(delta);
+      }
+      // Where more are kept than fit, by this law: greater logits that the sample has missed may still outweigh it.
+      if (lane == 0) said = {mean + fmaxf(delta, least) * sigma, top_k == 0.0f && delta < of_all};
     }
-    const float proposed = reference + mean + delta * sigma;
-    // No statistics (no number in the sample, infinite ones): nothing is gathered.
-    if (!(proposed > -CUDART_INF_F)) return {0.0f, false, reference, false, false};
-    return above(fminf(proposed, reference));
+    __syncthreads();
+    return said;
   }
 
   struct Part {
@@ -1189,21 +1211,47 @@ struct Kept : Cut {
     float sum;
   };
 
-  // Notes the elements of a vector that reach the threshold. Where there is no room they are only counted. Most have
-  // one: to store each under a condition of its own takes more instructions than to look for it.
-  static __device__ __forceinline__ void note(const Vector<T>& v, int first, float threshold, Elements* slice,
+  // Notes the elements of a tile that are above. Where there is no room they are only counted. Most have one: to store each
+  // under a condition of its own takes more instructions than to look for it.
+  template <int kDepth>
+  static __device__ __forceinline__ void note(const Vector<T>(&v)[kDepth], int first, T below, Elements* slice,
                                               unsigned* slots) {
-    unsigned reach = 0;
+    constexpr int kWidth = Row<T>::kWidth, kPerWord = 4 / sizeof(T);
+    unsigned words[4 * kDepth], reach = 0;
+    memcpy(words, v, sizeof(words));
 #pragma unroll
-    for (int w = 0; w < Row<T>::kWidth; w++) reach |= widen(v.at[w]) >= threshold ? 1u << w : 0;
-    if (reach == 0) return;
+    for (int i = 0; i < 4 * kDepth; i++) {
+      if constexpr (kPerWord == 1) {
+        reach = reach >> 1 | (sign_above(below, __uint_as_float(words[i])) & 0x80000000u);
+      } else {
+        typedef decltype(pair(T(), T())) Pair;
+        Pair two;
+        memcpy(&two, &words[i], sizeof(two));
+        reach = reach >> 1 | (signs_above(pair(below, below), two) & 0x80008000u);
+      }
+    }
+    // The first word's is the lowest bit, of the upper elements, if there are two, 16 beyond it.
+    constexpr unsigned kFirst = (kPerWord == 1 ? 32 : 16) - 4 * kDepth;
     const unsigned count = __popc(reach);
+    if (count == 0) return;
     unsigned slot = shared_add(slots, count);
     if (slot + count > kCandidates) return;
 #pragma unroll 1
     for (; reach; reach &= reach - 1, slot++) {
-      const unsigned w = __ffs(reach) - 1;
-      slice->keys[slot] = key_of(element(v, w)), slice->positions[slot] = first + w;
+      const unsigned bit = __ffs(reach) - 1, i = bit % (32 / kPerWord) - kFirst;
+      // A choice by halves, so that all stays in registers.
+      unsigned some[4 * kDepth];
+#pragma unroll
+      for (int n = 0; n < 4 * kDepth; n++) some[n] = words[n];
+#pragma unroll
+      for (int step = 1; step < 4 * kDepth; step *= 2) {
+#pragma unroll
+        for (int n = 0; n + step < 4 * kDepth; n += 2 * step) some[n] = i & step ? some[n + step] : some[n];
+      }
+      const bool upper = kPerWord == 2 && bit >= 16;
+      const T x = from_bits<T>(kPerWord == 1 ? some[0] : upper ? some[0] >> 16 : some[0] & 0xffff);
+      slice->keys[slot] = key_of(widen(x));
+      slice->positions[slot] = first + i / 4 * (kThreads * kWidth) + i % 4 * kPerWord + upper;
     }
   }
 
@@ -1237,6 +1285,7 @@ struct Kept : Cut {
                                                  Elements* slice, unsigned* slots) {
     Part part = {-CUDART_INF_F, 0.0f};
     Sum sum;
+    const T below = below_of<T>(threshold);
     // Of half precision, whose sums need more registers, as many as stay out of local memory.
     constexpr int kDepth = kSums && kLight == 4 && sizeof(T) == 2 ? 3 : kLight;
     row.template for_each_tile<kDepth>([&](const Vector<T>(&v)[kDepth], int j) {
@@ -1246,12 +1295,7 @@ struct Kept : Cut {
       part.best = max_or_nan(part.best, most);
       if constexpr (kSums) sum.add(v, threshold, scale, origin);
       // NaN hides what is beside it: then the row is looked at again. A full buffer takes no more.
-      if (most >= threshold && *(volatile unsigned*)slots <= kCandidates) {
-#pragma unroll
-        for (int d = 0; d < kDepth; d++) {
-          if (max_or_nan(v[d]) >= threshold) note(v[d], row.first(j + d * kThreads), threshold, slice, slots);
-        }
-      }
+      if (most >= threshold && *(volatile unsigned*)slots <= kCandidates) note(v, row.first(j), below, slice, slots);
     });
     part.sum = sum.sum;
     int at;
@@ -1264,7 +1308,7 @@ struct Kept : Cut {
     const Vector<T> v[1] = {row.load(at)};
     Sum sum;
     sum.add(v, threshold, scale, origin);
-    note(v[0], row.first(at), threshold, slice, slots);
+    note(v, row.first(at), below_of<T>(threshold), slice, slots);
     part.best = max_or_nan(part.best, max_or_nan(v[0])), part.sum += sum.sum;
     return part;
   }
@@ -1348,7 +1392,9 @@ struct Kept : Cut {
     const float threshold = proposal.gathers ? proposal.threshold : CUDART_INF_F;
     const float origin = proposal.reference * scale;
     Part part;
-    if (C > 1 && row.staged) {
+    // Of what is on chip the greatest is known.
+    const bool known = C > 1 && row.staged;
+    if (known) {
       part = scan_staged(threshold, origin, sums_weights, &noted());
     } else {
       Row<T> streamed(row.data, row.size, 0, 1);
@@ -1357,8 +1403,6 @@ struct Kept : Cut {
           ? scan_slice<true>(streamed, threshold, scale, origin, &shared.slice, &noted())
           : scan_slice<false>(streamed, threshold, 0.0f, 0.0f, &shared.slice, &noted());
     }
-    // Of what is on chip the greatest is known.
-    const bool known = C > 1 && row.staged;
     if (sums_weights) part.sum = warp_reduce(part.sum, AddSums());
     if (!known) {
       // NaN is above all.
@@ -1708,9 +1752,8 @@ struct Kept : Cut {
   // exponents come to at most the sum times log2(size / sum): the entropy of `size` equal ones. A
   // weight is off by 4 in the one sum and in the other, and a carried sum, with those that it is of and the
   // tree that joins the threads', by 30; how far the origin is below the maximum adds 6 times that, and 8. The sum of a
-  // thread may have an origin of its own, not below any of its logits, and be brought to greater ones on the way, once for
-  // each four vectors of a slice on chip: exponents that add up are off by what their sum is, and each such factor and
-  // product by 6. The rest is slack. Besides, each exact weight is rounded down to a unit.
+  // thread may have an origin of its own, not below any of its logits, and be brought to the greatest's: exponents that
+  // add up are off by what their sum is, and the factor and the product by 6. The rest is slack. Besides, each exact weight is rounded down to a unit.
   __device__ __forceinline__ Rest bound(float sum, float reference) const {
     const Rest unknown = {0.0, 0.0, 0.0, false};
     const float max = value_of(best_key);

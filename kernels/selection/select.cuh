@@ -618,25 +618,6 @@ struct VectorStream : Pass<T> {
 // again, from nearby. A block alone on its multiprocessor, with half the warps, is kept busy by the instructions of the
 // other kind: 128 rows of 256K take 49 us by that, and 45 by this.
 
-// The greatest number of the dtype below the cutoff: what is above it reaches the cutoff. Of 0 both zeros do.
-template <class T>
-__device__ __forceinline__ T below_of(float cut) {
-  unsigned bits;
-  if constexpr (sizeof(T) == 4) {
-    bits = __float_as_uint(value_of(key_of(cut) - (cut == 0.0f ? 2 : 1)));
-  } else {
-    // Toward 0, or to the nearest: if that is too much, one less will do.
-    T near;
-    if constexpr (std::is_same<T, __half>::value) near = __float2half_rn(cut);
-    else near = from_bits<T>(__float_as_uint(cut) >> 16);
-    unsigned short half;
-    memcpy(&half, &near, sizeof(half));
-    bits = half;
-    if (widen(near) >= cut) bits = (bits & 0x7fff) == 0 ? 0x8001 : bits & 0x8000 ? bits + 1 : bits - 1;
-  }
-  return from_bits<T>(bits);
-}
-
 // Which of a thread's vectors are above: of what a word has bits for.
 template <class T>
 struct Hits {

@@ -25,7 +25,7 @@ fn demand(form: Form) -> Demand {
             Form::Sm80Wide => 1024,
             Form::Sm90 => 512,
         },
-        shared_bytes: 3216 + (32 << 10),
+        shared_bytes: 3328 + (32 << 10),
     }
 }
 
@@ -39,7 +39,12 @@ fn kernel(
     // By vectors of 16 bytes, wherever the row starts between two.
     let width = 16 / dtype.size_in_bytes();
     let vectors = (rows.vocab + 2 * (width - 1)) / width;
-    let slice_bytes = |blocks: u32| vectors.div_ceil(blocks as usize) as u64 * 16;
+    // `Row::slice_length` in `kernels/common/row.cuh`, and a line, as slices need not begin with one.
+    const LINE: usize = 8;
+    let slice_bytes = |blocks: u32| {
+        let length = vectors.div_ceil(blocks as usize).next_multiple_of(LINE);
+        (length + LINE) as u64 * 16
+    };
     cuda::teams(device, family, dtype, rows.batch, demand, slice_bytes)
 }
 

@@ -34,8 +34,9 @@ static void run(const Case& c) {
   request.params = params.data(), request.params_row = 4, request.params_column = 1;
   request.vocab = (int)c.vocab, request.joint = (int)c.joint, request.routes = routes.data();
   constexpr unsigned kWidth = 16 / sizeof(T);
-  const unsigned vectors = (c.vocab + 2 * (kWidth - 1)) / kWidth, slice = (vectors + c.blocks - 1) / c.blocks * 16;
-  const unsigned bytes = sizeof(Shared<C>) + (c.staged ? slice : 0);
+  constexpr unsigned kLine = Row<T>::kLine;
+  const unsigned vectors = (c.vocab + 2 * (kWidth - 1)) / kWidth, each = (vectors + c.blocks - 1) / c.blocks;
+  const unsigned bytes = sizeof(Shared<C>) + (c.staged ? ((each + kLine - 1) / kLine * kLine + kLine) * 16 : 0);
 #ifdef RUN
   std::vector<u64> scratch(2 * (size_t)c.rows * c.vocab, 0x5555555555555555);
   sort_scratch = scratch.data();
