@@ -196,18 +196,10 @@ struct Row {
     if (j < end) prefetch_to_l2(data + max(first(j), 0));
   }
 
-  // Sends a chunk of the slice to L2, by a line a thread: the one after that which begins where the block is, at `j` a
-  // thread. For passes that have no registers for as many loads as memory takes; once a chunk.
-  static constexpr int kChunk = 4 * kThreads;
-  __device__ __forceinline__ void prefetch_chunk(int j) const {
-    const int at = j - (int)threadIdx.x + kChunk + (int)threadIdx.x * kLine;
-    if (!(kStages && staged) && threadIdx.x < kChunk / kLine && at < end) prefetch_to_l2(data + max(first(at), 0));
-  }
-
   // f(vectors, index of the first) for tiles of the slice's whole vectors: a tile's are `kThreads`
   // apart, and -inf beyond the last. Each thread has a tile of loads in flight while it looks at the one
   // before. All lanes of a warp come to each of its tiles.
-  template <int kDepth, bool kPrefetches = false, class F>
+  template <int kDepth, class F>
   __device__ __forceinline__ void for_each_tile(F f) const {
     int from, to;
     whole_vectors(&from, &to);
@@ -223,7 +215,6 @@ struct Row {
 #pragma unroll 1
     while (j - lane < to) {
       const int ahead = j + kDepth * kThreads;
-      if (kPrefetches && (j - from) / kThreads % (kChunk / kThreads) == 0) prefetch_chunk(j);
       uint4 next[kDepth];
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {

@@ -62,7 +62,7 @@ static __device__ __noinline__ Mass write_slice(const typename Kept<T, C>::TeamR
   };
   int from, to;
   row.whole_vectors(&from, &to);
-  row.template for_each_tile<kDepth, W::kSums>([&](const Vector<T>(&tile)[kDepth], int j) {
+  row.template for_each_tile<kDepth>([&](const Vector<T>(&tile)[kDepth], int j) {
 #pragma unroll
     for (int d = 0; d < kDepth; d++) {
       const int first = row.first(j + d * kThreads);

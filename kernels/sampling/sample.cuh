@@ -157,7 +157,7 @@ static __device__ __noinline__ void sum_segments(const typename Kept<T, C>::Team
                                                  float low, float high, bool open, unsigned end_of_equal, u64 each) {
   // By what is known without a register.
   auto& shared = *reinterpret_cast<Shared<C>*>(dynamic);
-  constexpr int kDepth = kTileDepth<C>, kTile = kDepth * 32, kChunk = 256 / kTile;
+  constexpr int kDepth = kTileDepth<C>, kTile = kDepth * 32;
   const Weights<kExponents> weights(softmax);
   const int lane = threadIdx.x % 32, length = tiles * kTile;
   int from, to;
@@ -172,11 +172,6 @@ static __device__ __noinline__ void sum_segments(const typename Kept<T, C>::Team
   while (j - lane < to) {
     const bool ends = left == 1 || j - lane + kTile >= to;
     const int ahead = ends ? row.begin + (segment + kWarps) * length + lane : j + kTile;
-    if (C == 1 && left % kChunk == 0) {
-      // The next so many of the warp's tiles to L2: a lane a line.
-      const int tile = left > kChunk ? j - lane + kChunk * kTile : row.begin + (segment + kWarps) * length;
-      if (tile + lane * 8 < to) prefetch_to_l2(row.data + max(row.first(tile + lane * 8), 0));
-    }
     Vector<T> next[kDepth];
 #pragma unroll
     for (int d = 0; d < kDepth; d++) next[d] = row.load_whole(ahead + d * 32, ahead + d * 32 < to);

@@ -2259,7 +2259,7 @@ struct Kept : Cut {
     unsigned count = 0;
     double about = 0.0;
     const bool one = bracket.low == bracket.high;
-    row.template for_each_tile<kDepth, C == 1>([&](const Vector<T>(&v)[kDepth], int) {
+    row.template for_each_tile<kDepth>([&](const Vector<T>(&v)[kDepth], int) {
 #pragma unroll
       for (int d = 0; d < kDepth; d++) {
         float some = 0.0f;
