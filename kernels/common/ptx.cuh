@@ -69,6 +69,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// 1 / x, where a unit in the last place is of no account.
+__device__ __forceinline__ float about_inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Adds a weight where x < threshold, by one instruction.
 __device__ __forceinline__ void add_below(float* sum, float weight, float x, float threshold) {
   asm("{\n.reg .pred below;\nsetp.lt.f32 below, %1, %2;\n@below add.f32 %0, %0, %3;\n}"

@@ -151,7 +151,7 @@ struct alignas(16) Top {
   float weights[kTop];
   unsigned char by_rank[kTop];
   unsigned short by_id[kTop];  // and the rank, in the upper half
-  double others[32];           // of what is gathered and not ranked: a warp's
+  float others[32];            // of what is gathered and not ranked: a warp's
   unsigned bins[kTopBins];
   unsigned slots;
 
@@ -177,8 +177,6 @@ struct Rounding<double> {
   static constexpr double kMost = 0x1p-27;
   static __device__ __forceinline__ double round(float weight) { return (double)weight + 0x1.8p12 - 0x1.8p12; }
 };
-
-static __device__ __noinline__ float weight_of_few(const Softmax softmax, float x) { return softmax.weight(x); }
 
 // Below every other, and of no lower id.
 constexpr u64 kNoOrder = 0x80000000u;
@@ -310,7 +308,7 @@ struct alignas(128) Shared<1> {
   };
 };
 static_assert(sizeof(BracketHistogram<8>) <= sizeof(Elements), "no member notes elements where another still counts");
-static_assert(sizeof(Shared<1>) == 3328 + (32 << 10) || sizeof(Shared<8>) == 3328 + (32 << 10),
+static_assert(sizeof(Shared<1>) == 3200 + (32 << 10) || sizeof(Shared<8>) == 3200 + (32 << 10),
               "src/sampling/cuda.rs asks for as much");
 
 // A measure of elements: their number or their mass. The search is the same for both.
@@ -1088,7 +1086,7 @@ struct Kept : Cut {
       return nth_greatest[0];
     };
     // How many logits one of the sample stands for.
-    const float each = (float)row.size / Sampled::kSize;
+    const float each = (float)row.size * (1.0f / Sampled::kSize), inverse = about_inverse(each);
     const auto above = [&](float threshold) {
       return Proposal{fmaxf(threshold, -CUDART_MAX_NORMAL_F), true, reference, false, false};
     };
@@ -1104,17 +1102,16 @@ struct Kept : Cut {
     int nth, fewer = 0;
     if (by_count) {
       // Fewer than k reach it about once in 100,000 rows.
-      nth = (int)fminf(2.0f * limits.top_k / each + 7.0f, 64.0f);
+      nth = (int)fminf(2.0f * limits.top_k * inverse + 7.0f, 64.0f);
       if (nth <= 48) return above(nth_maximum(nth));
       if (limits.top_k > kCandidates / 2) return {0.0f, false, reference, false, false};
     } else {
-      nth = (int)fminf(fmaxf(768.0f / each, 4.0f), 40.0f), fewer = max(nth / 2, 6);
+      nth = (int)fminf(fmaxf(768.0f * inverse, 4.0f), 40.0f), fewer = max(nth / 2, 6);
     }
 
     // What lies far below weighs nothing, and fill values would drown the deviation.
     const float floor = reference - 128.0f * fmaxf(limits.temperature, 1.0f);
     const float threshold = by_count ? CUDART_INF_F : nth_maximum(nth, fewer);
-    const float scale = CUDART_L2E_F / limits.temperature;
     if (!by_count) {
       // Weights of all, and of what is not gathered above each threshold, as integers: a warp adds them by one
       // instruction each, and no order shows.
@@ -1122,8 +1119,8 @@ struct Kept : Cut {
       float own[4] = {0.0f, 0.0f, 0.0f, 0.0f};
       // One that even a few more at it than the sample shows would not reach, of what a top-p spares; as if what the sample
       // shows above it were all there is.
-      const float least = 0.25f * (1.0f - limits.top_p) / (7.0f * each);
-      const float thresholds[3] = {threshold, nth_greatest[1], reference + __log2f(least) / scale};
+      const float least = 0.25f / 7.0f * (1.0f - limits.top_p) * inverse;
+      const float thresholds[3] = {threshold, nth_greatest[1], reference + __log2f(least) * (0.6931472f * limits.temperature)};
 #pragma unroll
       for (int i = 0; i < kSampled; i++) {
 #pragma unroll
@@ -1576,7 +1573,8 @@ struct Kept : Cut {
     // The mass of what is gathered and not ranked, where it matters.
     const bool refers = sums(joint) && count < gathered;
     if (!on_top) {
-      double others = 0.0;
+      float others = 0.0f;
+      const float origin = reference * scale;
 #pragma unroll 1
       for (int i = threadIdx.x; i < gathered; i += kThreads) {
         const unsigned key = shared.gathered.keys[i];
@@ -1584,7 +1582,7 @@ struct Kept : Cut {
           const unsigned slot = count == gathered ? i : atomicAdd(&top.slots, 1u);
           top.orders[slot] = (u64)key << 32 | ~shared.gathered.positions[i];
         } else if (refers) {
-          others += Rounding<double>::round(weight_of_few(softmax, value_of(key)));
+          others += exp2_approx(__fmaf_rn(value_of(key), scale, -origin));
         }
       }
       // The next one belongs to the comparisons by twos.
@@ -1603,9 +1601,8 @@ struct Kept : Cut {
     constexpr int kWeighs = kTop / 32, kBounds = kWarps - kWeighs - 1;
     if (by_mass && !of_ranked && threadIdx.x / 32 == kBounds) {
       const int lane = threadIdx.x % 32;
-      const double others = warp_reduce(refers && lane < kWarps ? top.others[lane] : 0.0, AddSums());
-      rest = bound(passed_sum(), reference);
-      rest.gathered = others;
+      const float others = warp_reduce(refers && lane < kWarps ? top.others[lane] : 0.0f, AddSums());
+      rest = bound(passed_sum() + others, reference);
     }
     if (threadIdx.x / 32 > kBounds && threadIdx.x % kTop < count) {
       const unsigned element = threadIdx.x % kTop;
@@ -1650,9 +1647,9 @@ struct Kept : Cut {
     bool closed, wants_exact;
   };
 
-  // What the sum of the weights of what is not ranked lies in, if anything is known of it, besides what is gathered.
+  // What the sum of the weights of what is not ranked lies in, if anything is known of it.
   struct Rest {
-    double gathered, least, most;
+    double least, most;
     bool known;
   };
 
@@ -1685,8 +1682,7 @@ struct Kept : Cut {
     }
     N above = exclusive_sum(sum, &total), whole = total, least_whole = total;
     if (!of_ranked) {
-      const N inside = total + (N)rest.gathered;
-      whole = inside + (N)rest.most, least_whole = inside + (N)rest.least;
+      whole = total + (N)rest.most, least_whole = total + (N)rest.least;
     }
     const N target = top_p * whole * (N(1) + kMost), least = top_p * least_whole * (N(1) - kMost);
     // How many of the ranked begin before it.
@@ -1740,7 +1736,8 @@ struct Kept : Cut {
     return closed || !(sum < target) ? ends : 0;
   }
 
-  // What the exact sum of the weights that are not gathered lies in: from the pass's f32 sum relative to the reference.
+  // What the exact sum of the weights that are not ranked lies in, or of those that are not gathered: from the f32 sum
+  // relative to the reference, of the pass and of what is gathered and not ranked.
   // Not known where there is no bound.
   //
   // The pass's weights are 2^(x scale - origin) with one rounding of the exponent, whatever the product
@@ -1751,11 +1748,12 @@ struct Kept : Cut {
   // itself, one of the exact weights by 2. None in the rest is above 0, so the weights times their
   // exponents come to at most the sum times log2(size / sum): the entropy of `size` equal ones. A
   // weight is off by 4 in the one sum and in the other, and a carried sum, with those that it is of and the
-  // tree that joins the threads', by 30; how far the origin is below the maximum adds 6 times that, and 8. The sum of a
+  // tree that joins the threads', by 30, as is the sum of what is gathered; how far the origin is below the maximum adds 6 times that, and 8. The sum of a
   // thread may have an origin of its own, not below any of its logits, and be brought to the greatest's: exponents that
-  // add up are off by what their sum is, and the factor and the product by 6. The rest is slack. Besides, each exact weight is rounded down to a unit.
+  // add up are off by what their sum is, and the factor and the product by 6. The rest is slack. Besides, each exact weight
+  // is rounded down to a unit.
   __device__ __forceinline__ Rest bound(float sum, float reference) const {
-    const Rest unknown = {0.0, 0.0, 0.0, false};
+    const Rest unknown = {0.0, 0.0, false};
     const float max = value_of(best_key);
     const float origin = reference * scale, octaves = __fmaf_rn(max, scale, -origin);
     const float beyond = fmaxf(octaves * 0.6931472f, 0.0f);
@@ -1770,7 +1768,7 @@ struct Kept : Cut {
     const float tilt = sum > 0.0f ? (__log2f((float)row.size) - __log2f(sum) + 1.0f) * kLn2 : 0.0f;
     const float error = kUnit * (6.0f * tilt + 8.0f * beyond + 136.0f);
     const double rest = sum * exp2_approx(-octaves);
-    return {0.0, fmax(rest * (1.0f - error) - row.size * 0x1p-62, 0.0), rest * (1.0f + error), true};
+    return {fmax(rest * (1.0f - error) - row.size * 0x1p-62, 0.0), rest * (1.0f + error), true};
   }
 
   // Makes what the members have pushed, all elements with keys in [from, to], common to all;

@@ -25,7 +25,7 @@ fn demand(form: Form) -> Demand {
             Form::Sm80Wide => 1024,
             Form::Sm90 => 512,
         },
-        shared_bytes: 3328 + (32 << 10),
+        shared_bytes: 3200 + (32 << 10),
     }
 }
 

@@ -24,6 +24,7 @@ inline float exp2_approx(float x) {
   const float y = exp2f(x);
   return y < 0x1p-126f ? 0.0f : y;
 }
+inline float about_inverse(float x) { return 1.0f / x; }
 inline void add_below(float* sum, float weight, float x, float threshold) {
   if (x < threshold) *sum += weight;
 }
