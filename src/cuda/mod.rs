@@ -66,7 +66,7 @@ macro_rules! module {
 /// the driver compiles a whole file when it first loads it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Family {
-    name: &'static str,
+    pub name: &'static str,
     sm80: [Module; 3],
     sm80_wide: [Module; 3],
     sm90: [Module; 3],
@@ -247,8 +247,8 @@ pub enum Form {
     /// One small block a row, several on a multiprocessor, on any device of compute capability 8.0 or
     /// later.
     Sm80,
-    /// One block a row that fills a multiprocessor, likewise. By default it serves batches of no more
-    /// rows than the device has multiprocessors.
+    /// One large block a row, of which one or two fill a multiprocessor, likewise. By default it serves batches
+    /// whose rows all find room at once.
     Sm80Wide,
     /// A thread-block cluster a row, of 2, 4 or 8 blocks that hold it on chip where it fits, on devices
     /// of compute capability 9.0. By default it serves the smallest batches.
@@ -297,6 +297,8 @@ pub(crate) fn runs_sm90(device: &CudaDevice) -> Result<bool> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Demand {
     pub threads: u32,
+    /// How many a multiprocessor has at once.
+    pub blocks: usize,
     /// Dynamic shared memory, without a copy of a part of the row.
     pub shared_bytes: u32,
 }
@@ -382,7 +384,7 @@ pub(crate) fn teams(
         let form = match forced {
             Some(Form::Sm80) => Form::Sm80,
             Some(Form::Sm80Wide) => Form::Sm80Wide,
-            _ if rows <= facts.multiprocessors => Form::Sm80Wide,
+            _ if rows <= facts.multiprocessors * demand(Form::Sm80Wide).blocks => Form::Sm80Wide,
             _ => Form::Sm80,
         };
         (form, 1, 0)
@@ -390,6 +392,7 @@ pub(crate) fn teams(
     let Demand {
         threads,
         shared_bytes,
+        ..
     } = demand(form);
     let teams = Teams {
         rows: rows as u32,

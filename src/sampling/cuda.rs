@@ -17,14 +17,19 @@ use candle_core::cuda_backend::{CudaDType, CudaStorageSlice, WrapErr};
 use candle_core::{bail, CudaDevice, CudaStorage, DType, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
 
-/// `kThreads` in a kernel's file, and `sizeof(Shared)` in `kernels/sampling/truncate.cuh`.
-fn demand(form: Form) -> Demand {
+/// `kThreads` in a kernel's file and how many blocks of it a multiprocessor has, and `sizeof(Shared)` in
+/// `kernels/sampling/truncate.cuh`.
+fn demand(family: &Family, form: Form) -> Demand {
+    let (threads, blocks) = match form {
+        Form::Sm80 => (256, 4),
+        // A mask's passes over large sets need all loads in flight that there can be.
+        Form::Sm80Wide if family.name == MASK.name => (1024, 1),
+        Form::Sm80Wide => (512, 2),
+        Form::Sm90 => (512, 1),
+    };
     Demand {
-        threads: match form {
-            Form::Sm80 => 256,
-            Form::Sm80Wide => 1024,
-            Form::Sm90 => 512,
-        },
+        threads,
+        blocks,
         shared_bytes: 3200 + (32 << 10),
     }
 }
@@ -45,6 +50,7 @@ fn kernel(
         let length = vectors.div_ceil(blocks as usize).next_multiple_of(LINE);
         (length + LINE) as u64 * 16
     };
+    let demand = |form| demand(family, form);
     cuda::teams(device, family, dtype, rows.batch, demand, slice_bytes)
 }
 

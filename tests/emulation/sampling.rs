@@ -31,6 +31,13 @@ const WIDE_BLOCK: Form = Form {
     candidates: 4096,
     clusters: &[1],
 };
+/// Of ops that write little.
+const LARGE_BLOCK: Form = Form {
+    name: "large",
+    threads: 512,
+    candidates: 4096,
+    clusters: &[1],
+};
 /// The sizes that `cuda::teams` chooses from.
 const CLUSTER: Form = Form {
     name: "cluster",
@@ -107,7 +114,11 @@ impl Case {
     }
 
     fn random(form: &Form, rng: &mut StdRng) -> Self {
-        let widest = if form.threads == 512 { 24_000 } else { 40_000 };
+        let widest = if form.clusters.len() > 1 {
+            24_000
+        } else {
+            40_000
+        };
         let vocab = match rng.random_range(0..4) {
             0 => rng.random_range(1..700),
             1 => rng.random_range(700..6_000),
@@ -428,6 +439,11 @@ fn one_block_a_row() -> Result<()> {
 #[test]
 fn a_wide_block_a_row() -> Result<()> {
     random_launches(&WIDE_BLOCK, 120, ALL)
+}
+
+#[test]
+fn a_large_block_a_row() -> Result<()> {
+    random_launches(&LARGE_BLOCK, 120, ALL)
 }
 
 #[test]
