@@ -35,6 +35,14 @@ __device__ __forceinline__ __nv_bfloat16 from_bits(unsigned bits) {
   return __ushort_as_bfloat16((unsigned short)bits);
 }
 
+// What `widen` has made of an element.
+template <class T>
+__device__ __forceinline__ T narrow(float x) {
+  if constexpr (std::is_same<T, float>::value) return x;
+  else if constexpr (std::is_same<T, __half>::value) return __float2half_rn(x);
+  else return from_bits<T>(__float_as_uint(x) >> 16);
+}
+
 template <class T> struct Bits;
 template <> struct Bits<float> {
   static constexpr unsigned kNegInfinity = 0xff800000u, kNan = 0x7fc00000u;

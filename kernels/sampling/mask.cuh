@@ -5,8 +5,8 @@
 
 #include "truncate.cuh"
 
-// The slice's part of a set in `shared.top`. In place the members have all read the row: to gather
-// its elements they have waited for each other.
+// The slice's part of a set in `shared.top`. A logit's bits follow from its key, but for a zero's, whose sign is looked up:
+// in place the members have all read the row, to gather its elements they have waited for each other.
 template <class T, int C>
 __device__ void fill(const Kept<T, C>& kept, T* out) {
   const auto& row = kept.row;
@@ -15,8 +15,10 @@ __device__ void fill(const Kept<T, C>& kept, T* out) {
   int position = -1;
   T survivor = dropped;
   if (threadIdx.x < kept.members) {
-    position = (int)~(unsigned)kept.shared.top.ranked(threadIdx.x);
-    if (position >= from && position < to) survivor = row.data[position];
+    const u64 order = kept.shared.top.ranked(threadIdx.x);
+    const float x = value_of(order >> 32);
+    position = (int)~(unsigned)order;
+    if (position >= from && position < to) survivor = x == 0.0f ? row.data[position] : narrow<T>(x);
   }
   __syncthreads();
   // By the vectors of the output, which need not start where the row's do.
