@@ -53,7 +53,8 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return y;
 }
 
-// The sign bit where x is above `below`, which is a number: of their difference, as no NaN has it.
+// The sign bit where x is above `below`, a number or -inf: of their difference. No NaN has it: this device's own, of NaN or
+// of -inf twice, is a positive one.
 __device__ __forceinline__ unsigned sign_above(float below, float x) { return __float_as_uint(__fsub_rn(below, x)); }
 // The same of two, in each half.
 template <class Pair>

@@ -192,10 +192,14 @@ struct Row {
   // The slice's vectors that a warp has to itself.
   __device__ __forceinline__ void part_of_warp(int* from, int* to) const {
     constexpr int kWarps = kThreads / 32;
-    const int warp = threadIdx.x / 32, even = (end - begin + kWarps - 1) / kWarps;
-    // Whole lines, where these are parts of about one size all the same.
-    const int length = even < 4 * kLine ? even : (even + kLine - 1) / kLine * kLine;
-    *from = min(begin + warp * length, end), *to = min(*from + length, end);
+    const int warp = threadIdx.x / 32, lines = (end - begin + kLine - 1) / kLine;
+    if (lines >= 4 * kWarps) {
+      // Whole lines, of which none has two more than another.
+      *from = begin + lines * warp / kWarps * kLine, *to = min(begin + lines * (warp + 1) / kWarps * kLine, end);
+    } else {
+      const int length = (end - begin + kWarps - 1) / kWarps;
+      *from = min(begin + warp * length, end), *to = min(*from + length, end);
+    }
   }
 
   // Sends for the beginning of the slice, to L2: a line a thread.

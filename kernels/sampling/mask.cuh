@@ -67,7 +67,8 @@ static __device__ __noinline__ Mass write_slice(const typename Kept<T, C>::TeamR
   row.template for_each_tile<kDepth>([&](const Vector<T>(&tile)[kDepth], int j) {
 #pragma unroll
     for (int d = 0; d < kDepth; d++) {
-      const int first = row.first(j + d * kThreads);
+      // Of vectors beyond the row it is not used, and need not be an int.
+      const int first = (int)((unsigned)(j + d * kThreads) * Row<T>::kWidth - (unsigned)row.shift);
       Vector<T> v = tile[d];
       bool any = false;
 #pragma unroll

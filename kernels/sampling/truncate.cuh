@@ -6,7 +6,7 @@
 //
 //  1. Sigma-truncation. A block of sampled logits proposes a threshold that the kept set should lie
 //     above: where the set is small, by the order statistics of the sample, which no law of the
-//     logits misleads; else by its mean and deviation, as the paper does. One pass over the row, the
+//     logits misleads, or by the weight that a top-p spares; else by its mean and deviation, as the paper does. One pass over the row, the
 //     only one for a set that is found above the threshold, takes the maximum, gathers what reaches
 //     the threshold into shared memory, the candidates, and where top-p needs it, sums the weights
 //     of the rest in f32. A cluster that holds the whole row on chip needs no sample: the greatest
@@ -170,8 +170,9 @@ struct Rounding<float> {
   static constexpr float kMost = 0x1p-19f;
   static __device__ __forceinline__ float round(float weight) { return weight; }
 };
-// As multiples of 2^-40, of which all sums are exact. There is a weight of 1, and fewer than 2^13 that are off by 2^-41.
-static_assert(kCandidates + kTop < 1 << 13, "sums are below 2^13");
+// The ranked as multiples of 2^-40, of which all sums are exact: there is a weight of 1, and no more than kTop are off by
+// 2^-41. What is added to their sum, of the rest, rounds it by 2^-53.
+static_assert(kTop <= 1 << 12, "sums are below 2^13");
 template <>
 struct Rounding<double> {
   static constexpr double kMost = 0x1p-27;
@@ -1214,6 +1215,7 @@ struct Kept : Cut {
   static __device__ __forceinline__ void note(const Vector<T>(&v)[kDepth], int first, T below, Elements* slice,
                                               unsigned* slots) {
     constexpr int kWidth = Row<T>::kWidth, kPerWord = 4 / sizeof(T);
+    static_assert(4 * kDepth * kPerWord <= 32, "a bit for each");
     unsigned words[4 * kDepth], reach = 0;
     memcpy(words, v, sizeof(words));
 #pragma unroll
@@ -1321,7 +1323,7 @@ struct Kept : Cut {
     Sum sum;
     if (!(own_best >= threshold)) sum.sum = own_sum;
     // The greatest number below the threshold, no zero below a zero: what is above it reaches that.
-    const float below = value_of(key_of(threshold) - (threshold == 0.0f ? 2 : 1));
+    const float below = below_of<float>(threshold);
     constexpr int kAtOnce = 4, kLanes = 32 / kAtOnce;
     unsigned hits = __ballot_sync(~0u, own_best >= threshold);
 #pragma unroll 1
@@ -1748,8 +1750,9 @@ struct Kept : Cut {
   // itself, one of the exact weights by 2. None in the rest is above 0, so the weights times their
   // exponents come to at most the sum times log2(size / sum): the entropy of `size` equal ones. A
   // weight is off by 4 in the one sum and in the other, and a carried sum, with those that it is of and the
-  // tree that joins the threads', by 30, as is the sum of what is gathered; how far the origin is below the maximum adds 6 times that, and 8. The sum of a
-  // thread may have an origin of its own, not below any of its logits, and be brought to the greatest's: exponents that
+  // tree that joins the threads', by 30, as is the sum of what is gathered; how far the origin is below the maximum adds 6
+  // times that, and 8. What is gathered may be above the origin, by no more than the maximum is: its exponents, counted from
+  // the maximum, are off by 4 times themselves and twice that, which is within it. The sum of a thread may have an origin of its own, not below any of its logits, and be brought to the greatest's: exponents that
   // add up are off by what their sum is, and the factor and the product by 6. The rest is slack. Besides, each exact weight
   // is rounded down to a unit.
   __device__ __forceinline__ Rest bound(float sum, float reference) const {

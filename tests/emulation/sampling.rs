@@ -31,7 +31,7 @@ const WIDE_BLOCK: Form = Form {
     candidates: 4096,
     clusters: &[1],
 };
-/// Of ops that write little.
+/// Of all ops but masks.
 const LARGE_BLOCK: Form = Form {
     name: "large",
     threads: 512,
@@ -79,7 +79,7 @@ struct Case {
     dtype: DType,
     law: Law,
     vocab: usize,
-    /// How many elements the rows start after a boundary of 16 bytes, and lie apart beyond their width.
+    /// How many elements the rows start after the beginning of a line of 128 bytes, and lie apart beyond their width.
     shift: usize,
     gap: usize,
     blocks: u32,
@@ -136,7 +136,7 @@ impl Case {
             dtype: [DType::F32, DType::F32, DType::BF16, DType::F16][rng.random_range(0..4)],
             law: LAWS[rng.random_range(0..LAWS.len())],
             vocab,
-            shift: rng.random_range(0..8),
+            shift: rng.random_range(0..64),
             gap: rng.random_range(0..3),
             blocks: form.clusters[rng.random_range(0..form.clusters.len())],
             staged: form.clusters.len() > 1 && rng.random_range(0..3) > 0,
@@ -795,6 +795,30 @@ fn passes_are_counted() -> Result<()> {
         emulated.end()?;
     }
     Ok(())
+}
+
+/// Every warp of a cluster has a part of a row on chip, so that as many parts as there are can show a top-k.
+#[test]
+fn every_part_proposes() -> Result<()> {
+    let mut emulated = CLUSTER.start()?;
+    let rng = &mut rng(23);
+    for (vocab, blocks, k) in [(16_405, 8, 110), (50_257, 8, 122), (32_000, 6, 90)] {
+        let mut case = Case::of(
+            Op::Sample,
+            vocab,
+            blocks,
+            vec![Params { k, ..Params::NONE }],
+        );
+        case.dtype = DType::BF16;
+        let row: Vec<bf16> = logits(Law::Normal, vocab, rng)
+            .iter()
+            .map(|&x| bf16::from_f32(x))
+            .collect();
+        let what = format!("{vocab} logits, {blocks} blocks, k {k}");
+        let counted = case.check_counted(row, rng, &mut emulated, &what)?[0];
+        assert_eq!((counted[0], counted[3]), (HIT, 1), "{what}: {counted:?}");
+    }
+    emulated.end()
 }
 
 /// A temperature alone: all that has mass may be drawn.

@@ -21,13 +21,13 @@ void write(const std::vector<V>& values) {
   if (fwrite(values.data(), sizeof(V), values.size(), stdout) != values.size()) abort();
 }
 
-// Elements from a boundary of 16 bytes on.
+// Elements from the beginning of a line on.
 template <class T>
 struct Aligned {
   std::vector<T> values;
   T* begin;
-  explicit Aligned(size_t size, T value) : values(size + 16, value) {
-    begin = reinterpret_cast<T*>(((uintptr_t)values.data() + 15) / 16 * 16);
+  explicit Aligned(size_t size, T value) : values(size + 128, value) {
+    begin = reinterpret_cast<T*>(((uintptr_t)values.data() + 127) / 128 * 128);
   }
 };
 
