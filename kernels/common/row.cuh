@@ -91,17 +91,6 @@ __device__ __forceinline__ float max_or_nan(const Vector<T>& v) {
   return widen(__hmax_nan(most.x, most.y));
 }
 
-// An element of a vector that is not known before: by choices among its words, so that it stays in registers.
-template <class T>
-__device__ __forceinline__ float element(const Vector<T>& v, unsigned w) {
-  constexpr unsigned kPerWord = 4 / sizeof(T);
-  uint4 raw;
-  memcpy(&raw, &v, sizeof(raw));
-  const unsigned word = w / kPerWord;
-  const unsigned low = word & 1 ? raw.y : raw.x, high = word & 1 ? raw.w : raw.z, bits = word & 2 ? high : low;
-  return widen(from_bits<T>(sizeof(T) == 4 ? bits : bits >> w % kPerWord * 16 & 0xffff));
-}
-
 // The greatest of so many even shares of `n`, of a number that is a power of two or three times one.
 __device__ __forceinline__ int share(int n, unsigned shares) {
   const unsigned twos = __ffs(shares) - 1;
@@ -172,6 +161,12 @@ struct Row {
     return __ldcg(reinterpret_cast<const uint4*>(data + first(j)));
   }
 
+  // The words of a vector of -inf.
+  static __device__ __forceinline__ uint4 nothing() {
+    constexpr unsigned kWord = Bits<T>::kNegInfinity * (sizeof(T) == 4 ? 1 : 0x10001u);
+    return {kWord, kWord, kWord, kWord};
+  }
+
   static __device__ __forceinline__ Vector<T> as_vector(uint4 raw) {
     Vector<T> v;
     memcpy(&v, &raw, sizeof(v));
@@ -215,7 +210,6 @@ struct Row {
   __device__ __forceinline__ void for_each_tile(F f) const {
     int from, to;
     whole_vectors(&from, &to);
-    constexpr unsigned kNothing = Bits<T>::kNegInfinity * (sizeof(T) == 4 ? 1 : 0x10001u);
     const int lane = threadIdx.x % 32;
     int j = from + threadIdx.x;
     // In words: as elements of half precision they would be taken apart, and waited for, when they are sent for.
@@ -236,7 +230,7 @@ struct Row {
       if (ahead - kThreads >= to) {
 #pragma unroll
         for (int d = 0; d < kDepth; d++) {
-          if (j + d * kThreads >= to) own[d] = {kNothing, kNothing, kNothing, kNothing};
+          if (j + d * kThreads >= to) own[d] = nothing();
         }
       }
       Vector<T> v[kDepth];
@@ -262,11 +256,7 @@ struct Row {
   }
   // A whole vector, or -inf.
   __device__ __forceinline__ Vector<T> load_whole(int j, bool is_whole) const {
-    if (is_whole) return load_inside(j);
-    Vector<T> nothing;
-#pragma unroll
-    for (int w = 0; w < kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
-    return nothing;
+    return is_whole ? load_inside(j) : as_vector(nothing());
   }
 
   // f(logit, position) for every element of the slice once, and with -inf for the few positions

@@ -6,8 +6,8 @@
 //
 //  1. Sigma-truncation. A block of sampled logits proposes a threshold that the kept set should lie
 //     above: where the set is small, by the order statistics of the sample, which no law of the
-//     logits misleads, or by the weight that a top-p spares; else by its mean and deviation, as the paper does. One pass over the row, the
-//     only one for a set that is found above the threshold, takes the maximum, gathers what reaches
+//     logits misleads, or by the weight that a top-p spares; else by its mean and deviation, as the
+//     paper does. One pass over the row, the only one for a set that is found above the threshold, takes the maximum, gathers what reaches
 //     the threshold into shared memory, the candidates, and where top-p needs it, sums the weights
 //     of the rest in f32. A cluster that holds the whole row on chip needs no sample: the greatest
 //     logits of 128 parts of the row propose the threshold, and the pass reads shared memory.
@@ -952,15 +952,12 @@ struct Kept : Cut {
   // The weights of what a thread has of a warp's part.
   __device__ __forceinline__ float sum_staged(const uint4* part, int from, int to, float origin) const {
     constexpr int kDepth = 4;
-    Vector<T> nothing;
-#pragma unroll
-    for (int w = 0; w < Row<T>::kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
     Sum sum;
 #pragma unroll 1
     for (int j = from + (int)threadIdx.x % 32; j < to; j += kDepth * 32) {
       Vector<T> v[kDepth];
 #pragma unroll
-      for (int d = 0; d < kDepth; d++) v[d] = j + d * 32 < to ? TeamRow::as_vector(part[j + d * 32]) : nothing;
+      for (int d = 0; d < kDepth; d++) v[d] = TeamRow::as_vector(j + d * 32 < to ? part[j + d * 32] : TeamRow::nothing());
       sum.add(v, CUDART_INF_F, scale, origin);
     }
     return sum.sum;
@@ -1337,14 +1334,11 @@ struct Kept : Cut {
       hits &= hits - 1;
       if (from_whose) {
         constexpr int kDepth = 2, kApart = 32 * kLanes;
-        Vector<T> nothing;
-#pragma unroll
-        for (int w = 0; w < Row<T>::kWidth; w++) nothing.at[w] = from_bits<T>(Bits<T>::kNegInfinity);
 #pragma unroll 1
         for (int j = from + __ffs(from_whose) - 1 + lane % kLanes * 32; j < to; j += kDepth * kApart) {
           Vector<T> v[kDepth];
 #pragma unroll
-          for (int d = 0; d < kDepth; d++) v[d] = j + d * kApart < to ? TeamRow::as_vector(part[j + d * kApart]) : nothing;
+          for (int d = 0; d < kDepth; d++) v[d] = TeamRow::as_vector(j + d * kApart < to ? part[j + d * kApart] : TeamRow::nothing());
           // A bit for each that reaches it, without a condition; then a few find theirs again.
           unsigned reach = 0;
 #pragma unroll
@@ -1752,9 +1746,9 @@ struct Kept : Cut {
   // weight is off by 4 in the one sum and in the other, and a carried sum, with those that it is of and the
   // tree that joins the threads', by 30, as is the sum of what is gathered; how far the origin is below the maximum adds 6
   // times that, and 8. What is gathered may be above the origin, by no more than the maximum is: its exponents, counted from
-  // the maximum, are off by 4 times themselves and twice that, which is within it. The sum of a thread may have an origin of its own, not below any of its logits, and be brought to the greatest's: exponents that
-  // add up are off by what their sum is, and the factor and the product by 6. The rest is slack. Besides, each exact weight
-  // is rounded down to a unit.
+  // the maximum, are off by 4 times themselves and twice that, which is within it. The sum of a thread may have an origin of
+  // its own, not below any of its logits, and be brought to the greatest's: exponents that add up are off by what their sum
+  // is, and the factor and the product by 6. The rest is slack. Besides, each exact weight is rounded down to a unit.
   __device__ __forceinline__ Rest bound(float sum, float reference) const {
     const Rest unknown = {0.0, 0.0, false};
     const float max = value_of(best_key);

@@ -821,6 +821,37 @@ fn every_part_proposes() -> Result<()> {
     emulated.end()
 }
 
+/// What a sample proposes: by the weight that a top-p spares, fewer than the lowest rank of the sample; for a top-k beyond
+/// its ranks, by the normal law.
+#[test]
+fn a_sample_proposes_little() -> Result<()> {
+    const VOCAB: usize = 33_000;
+    for form in [&ONE_BLOCK, &LARGE_BLOCK] {
+        let mut emulated = form.start()?;
+        let rng = &mut rng(24);
+        let mut row = logits(Law::Normal, VOCAB, rng);
+        row.iter_mut().for_each(|x| *x = 2.2 * *x - 1.0);
+        for part in 0..64 {
+            row[part * VOCAB / 64 + rng.random_range(0..VOCAB / 65)] = rng.random_range(6.0..18.0);
+        }
+        for (k, p, least, most) in [(0, 0.9, 1, 100), (300, 1.0, 300, 4096)] {
+            let params = Params {
+                k,
+                p,
+                ..Params::NONE
+            };
+            let case = Case::of(Op::Sample, VOCAB, 1, vec![params]);
+            let what = format!("{}: k {k}, p {p}", form.name);
+            let [route, gathered, _, passes] =
+                case.check_counted(row.clone(), rng, &mut emulated, &what)?[0];
+            assert_eq!((route, passes), (HIT, 1), "{what}");
+            assert!((least..=most).contains(&gathered), "{what}: {gathered}");
+        }
+        emulated.end()?;
+    }
+    Ok(())
+}
+
 /// A temperature alone: all that has mass may be drawn.
 fn rows_without_limits(form: &Form) -> Result<()> {
     let mut emulated = form.start()?;
